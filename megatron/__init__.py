@@ -1,0 +1,1 @@
+"""MegaDLMs: pretraining of deep language models."""

@@ -1,0 +1,84 @@
+"""OptimizerConfig: which optimizer, its hyperparameters, precision of its states, clipping and loss scaling."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from megatron.core.config_field import config_field, field_violations
+from megatron.core.errors import ConfigError
+
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Section `optimizer` of a run's configuration, and the `config` of `get_megatron_optimizer`."""
+
+    optimizer: str = config_field("adam", choices=("adam", "sgd"), help="adam is AdamW (decoupled weight decay).")
+    optimizer_backend: str = config_field(
+        "auto",
+        choices=("auto", "te", "apex", "torch"),
+        help="Implementation of Adam; auto = on CUDA Transformer Engine, Apex, torch fused in this order, on CPU torch fused.",
+    )
+    lr: float | None = config_field(None, minimum=0, help="Peak learning rate.")
+    min_lr: float = config_field(0.0, minimum=0, help="Learning rate at the end of the decay.")
+    decoupled_lr: float | None = config_field(
+        None, minimum=0, help="Separate peak learning rate for embedding and output layer."
+    )
+    decoupled_min_lr: float | None = config_field(
+        None, minimum=0, help="Separate final learning rate for embedding and output layer."
+    )
+    weight_decay: float = config_field(0.01, minimum=0, help="Decoupled weight decay, on tensors of two or more dimensions.")
+    fp16: bool = config_field(False, linked="parallel.fp16", help="Model parameters are fp16.")
+    bf16: bool = config_field(False, linked="parallel.bf16", help="Model parameters are bf16.")
+    loss_scale: float | None = config_field(
+        None, exclusive_minimum=0, help="Static loss scale for fp16; default: dynamic scaling."
+    )
+    initial_loss_scale: float = config_field(2.0**32, exclusive_minimum=0, help="First dynamic loss scale.")
+    min_loss_scale: float = config_field(1.0, exclusive_minimum=0, help="Smallest dynamic loss scale.")
+    loss_scale_window: int = config_field(1000, minimum=1, unit="steps", help="Steps without overflow before the scale doubles.")
+    hysteresis: int = config_field(2, minimum=1, unit="steps", help="Overflows tolerated before the scale halves.")
+    adam_beta1: float = config_field(0.9, minimum=0, exclusive_maximum=1, help="First moment's decay.")
+    adam_beta2: float = config_field(0.999, minimum=0, exclusive_maximum=1, help="Second moment's decay.")
+    adam_eps: float = config_field(1e-8, minimum=0, help="Added to Adam's denominator.")
+    sgd_momentum: float = config_field(0.9, minimum=0, exclusive_maximum=1, help="SGD's momentum.")
+    clip_grad: float = config_field(1.0, minimum=0, help="Global L2 norm to which gradients are clipped; 0 = off.")
+    log_num_zeros_in_grad: bool = config_field(False, help="Count and log zeros in the gradient.")
+    use_distributed_optimizer: bool = config_field(
+        False, linked="ddp.use_distributed_optimizer", help="Shard optimizer state over data parallelism (ZeRO stage 1)."
+    )
+    overlap_param_gather_with_optimizer_step: bool = config_field(
+        False,
+        help="Start each bucket's gather as soon as its shard is updated, while later buckets are still being updated. "
+        "Needs use_distributed_optimizer and overlap_param_gather.",
+    )
+    use_precision_aware_optimizer: bool = config_field(
+        False, help="Keep optimizer states in the dtypes below (later version; only False is accepted now)."
+    )
+    main_grads_dtype: str = config_field("fp32", choices=("fp32",), help="dtype of the gradients the optimizer reads.")
+    main_params_dtype: str = config_field("fp32", choices=("fp32",), help="dtype of the main params.")
+    exp_avg_dtype: str = config_field("fp32", choices=("fp32",), help="dtype of the first moment.")
+    exp_avg_sq_dtype: str = config_field("fp32", choices=("fp32",), help="dtype of the second moment.")
+
+    def __post_init__(self) -> None:
+        problems = [f"{name} {reason}" for name, reason in field_violations(self)]
+        if self.fp16 and self.bf16:
+            problems.append("fp16 and bf16 exclude each other; set at most one")
+        if self.lr is not None and self.min_lr > self.lr:
+            problems.append(f"min_lr={self.min_lr:g} is above lr={self.lr:g}; min_lr must be at most lr")
+        if self.overlap_param_gather_with_optimizer_step and not self.use_distributed_optimizer:
+            problems.append("overlap_param_gather_with_optimizer_step=True needs use_distributed_optimizer=True")
+        if self.use_precision_aware_optimizer:
+            problems.append("use_precision_aware_optimizer=True is not supported in this version; leave it False")
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        """dtype of the model parameters."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
+
+    def replace(self, **changes: Any) -> "OptimizerConfig":
+        """A copy with `changes`, validated again."""
+        return dataclasses.replace(self, **changes)

@@ -1,0 +1,52 @@
+"""ParamMeta: what layers tell the engines (buffers, optimizer, checkpointing) about a parameter, in one frozen value.
+
+Layers attach it with `set_param_meta`; engines read it with `param_meta`. A parameter of a toy module has the default: a
+dense, replicated parameter.
+"""
+
+import dataclasses
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamMeta:
+    """Facts about one parameter.
+
+    tp_dim: tensor dimension that is split over the tensor-parallel group; None = replicated there.
+    is_expert: gradient is reduced over the expert-data-parallel group, not over data parallel.
+    is_embedding_or_output: takes the decoupled learning rate.
+    shared_embedding: a copy of the tied word embedding (present on first and last pipeline stage).
+    sequence_parallel: computed on sequence shards, so its gradient is summed over the tensor-parallel group.
+    weight_decay: None = by the documented rule (tensors of 1 dimension are not decayed), else forced.
+    logical_shape: global shape without vocabulary padding; None = the tensor's own shape.
+    """
+
+    tp_dim: int | None = None
+    is_expert: bool = False
+    is_embedding_or_output: bool = False
+    shared_embedding: bool = False
+    sequence_parallel: bool = False
+    weight_decay: bool | None = None
+    logical_shape: tuple[int, ...] | None = None
+
+
+_DEFAULT = ParamMeta()
+_ATTRIBUTE = "_megatron_param_meta"
+
+
+def set_param_meta(param: torch.nn.Parameter, meta: ParamMeta) -> torch.nn.Parameter:
+    """Attach `meta` to `param`; returns the parameter."""
+    setattr(param, _ATTRIBUTE, meta)
+    return param
+
+
+def param_meta(param: torch.Tensor) -> ParamMeta:
+    """The parameter's meta; the default for a parameter without one."""
+    return param.__dict__.get(_ATTRIBUTE, _DEFAULT)
+
+
+def decays(param: torch.Tensor) -> bool:
+    """Whether weight decay applies: as the meta says, else only to tensors of two or more dimensions."""
+    forced = param_meta(param).weight_decay
+    return param.dim() >= 2 if forced is None else forced

@@ -1,0 +1,212 @@
+"""RunConfig: the one configuration tree of a run. Each section owns its fields; loaders, flags, docs are generated from it."""
+
+import dataclasses
+
+from megatron.core.config_field import config_field, field_violations
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.errors import ConfigError
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.transformer.transformer_config import ModelArchitectureConfig, TransformerConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    """Base of the training sections: checks choices and bounds at construction."""
+
+    def __post_init__(self) -> None:
+        problems = [f"{name} {reason}" for name, reason in field_violations(self)]
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchConfig(Section):
+    """How processes find each other. Section `launch`."""
+
+    distributed_backend: str = config_field(
+        "auto", choices=("auto", "nccl", "gloo"), help="Collective backend; auto = nccl on CUDA, gloo on CPU."
+    )
+    distributed_timeout_minutes: float = config_field(
+        10.0, exclusive_minimum=0, unit="minutes", help="A collective that takes longer ends the run."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Section):
+    """Batches, length of the run, seeds, evaluation, exits. Section `training`."""
+
+    micro_batch_size: int = config_field(minimum=1, unit="samples", help="Samples per rank per forward.")
+    global_batch_size: int | None = config_field(
+        None, minimum=1, unit="samples", help="Samples per step over all ranks; default micro_batch_size x data-parallel size."
+    )
+    rampup_batch_size: tuple[int, ...] | None = config_field(
+        None, help="START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples."
+    )
+    train_iters: int | None = config_field(None, minimum=0, unit="steps", help="Length of the run; exclusive with train_samples.")
+    train_samples: int | None = config_field(None, minimum=0, unit="samples", help="Length of the run in samples.")
+    seed: int = config_field(1234, minimum=0, help="Seed of weights, data order and dropout.")
+    eval_interval: int | None = config_field(1000, minimum=1, unit="steps", help="Steps between evaluations on the validation set.")
+    eval_iters: int = config_field(100, minimum=0, unit="steps", help="Global batches per evaluation; 0 = no evaluation.")
+    skip_train: bool = config_field(False, help="Only evaluate the loaded checkpoint.")
+    exit_interval: int | None = config_field(None, minimum=1, unit="steps", help="Save and exit at a multiple of this step.")
+    exit_duration_in_mins: float | None = config_field(
+        None, exclusive_minimum=0, unit="minutes", help="Save and exit after this long."
+    )
+    exit_signal_handler: bool = config_field(
+        True, negative_flag="--no-exit-signal-handler", help="SIGTERM and SIGUSR1 lead to a checkpoint and exit code 0."
+    )
+    nan_policy: str = config_field(
+        "stop",
+        choices=("stop", "skip"),
+        help="A non-finite loss or gradient: stop every rank with an error, or skip the step on every rank alike.",
+    )
+    max_consecutive_skips: int = config_field(
+        20, minimum=1, unit="steps", help="With nan_policy=skip: stop after this many skipped steps in a row."
+    )
+    deterministic_mode: bool = config_field(False, help="Only deterministic kernels (torch.use_deterministic_algorithms).")
+    manual_gc: bool = config_field(False, help="Disable Python's automatic garbage collection and collect at manual_gc_interval.")
+    manual_gc_interval: int = config_field(0, minimum=0, unit="steps", help="Steps between collections; 0 = only at evaluation and save.")
+    freeze: tuple[str, ...] = config_field(
+        (), help="Patterns (shell style) of logical parameter names that are not trained, e.g. 'embedding.*'."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(Section):
+    """Learning-rate and weight-decay schedule. Section `scheduler`."""
+
+    lr_decay_style: str = config_field(
+        "linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), help="Shape of the decay."
+    )
+    lr_decay_iters: int | None = config_field(None, minimum=0, unit="steps", help="Steps until min_lr; default: the whole run.")
+    lr_decay_samples: int | None = config_field(None, minimum=0, unit="samples", help="The same, in samples.")
+    lr_warmup_iters: int = config_field(0, minimum=0, unit="steps", help="Linear warm-up.")
+    lr_warmup_samples: int = config_field(0, minimum=0, unit="samples", help="Linear warm-up, in samples.")
+    lr_warmup_fraction: float | None = config_field(None, minimum=0, maximum=1, help="Warm-up as a fraction of the decay length.")
+    lr_warmup_init: float = config_field(0.0, minimum=0, help="Learning rate at step 0 of the warm-up.")
+    lr_wsd_decay_style: str = config_field(
+        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"), help="WSD: shape of the final annealing."
+    )
+    lr_wsd_decay_iters: int | None = config_field(None, minimum=1, unit="steps", help="WSD: length of the annealing.")
+    lr_wsd_decay_samples: int | None = config_field(None, minimum=1, unit="samples", help="WSD: length of the annealing, in samples.")
+    start_weight_decay: float | None = config_field(None, minimum=0, help="Weight decay at the start; default weight_decay.")
+    end_weight_decay: float | None = config_field(None, minimum=0, help="Weight decay at the end; default weight_decay.")
+    weight_decay_incr_style: str = config_field(
+        "constant", choices=("constant", "linear", "cosine"), help="How weight decay goes from start to end."
+    )
+    override_opt_param_scheduler: bool = config_field(
+        False, help="Take the schedule from this configuration, not from the checkpoint."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Data sets and tokenizer. Section `data`."""
+
+    seq_length: int = config_field(minimum=1, unit="tokens", help="Tokens per sample.")
+    data_path: tuple[str, ...] = config_field(
+        (), help="Prefix of a .bin/.idx pair, or a blend: WEIGHT PREFIX WEIGHT PREFIX ... (or just several prefixes)."
+    )
+    train_data_path: tuple[str, ...] = config_field((), help="Blend for training only (exclusive with data_path and split).")
+    valid_data_path: tuple[str, ...] = config_field((), help="Blend for validation only.")
+    test_data_path: tuple[str, ...] = config_field((), help="Blend for test only.")
+    split: str | None = config_field(None, help="Shares of train, validation, test documents; default 969,30,1.")
+    mock_data: bool = config_field(False, help="Synthetic tokens; no files needed.")
+    data_cache_path: str | None = config_field(None, help="Folder of the index cache; default: cache/ beside the data.")
+    data_shuffle: str = config_field(
+        "megatron",
+        choices=("megatron", "epoch"),
+        help="megatron = Megatron-LM's order (documents of several epochs mixed); epoch = each epoch is a permutation of all samples.",
+    )
+    num_workers: int = config_field(2, minimum=0, help="Data loader processes per rank; 0 = in the training process.")
+    reset_position_ids: bool = config_field(False, help="Positions restart after each EOD.")
+    reset_attention_mask: bool = config_field(False, help="No attention across documents.")
+    eod_mask_loss: bool = config_field(False, help="No loss where the input token is EOD.")
+    mmap_bin_files: bool = config_field(True, negative_flag="--no-mmap-bin-files", help="Memory-map .bin files, else read them with file calls.")
+    tokenizer_type: str | None = config_field(
+        None,
+        choices=(
+            "ByteLevelTokenizer",
+            "SentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "GPT2BPETokenizer",
+            "TikTokenizer",
+            "NullTokenizer",
+        ),
+        help="Tokenizer; default NullTokenizer if vocab_size is set.",
+    )
+    tokenizer_model: str | None = config_field(None, help="SentencePiece model, tokenizer.json (or its folder), or tiktoken file.")
+    vocab_file: str | None = config_field(None, help="GPT-2 vocabulary (encoder.json).")
+    merge_file: str | None = config_field(None, help="GPT-2 merges (vocab.bpe).")
+    tiktoken_pattern: str = config_field("v2", choices=("v1", "v2"), help="TikTokenizer: splitting pattern (v1 = cl100k, v2 = o200k).")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """Saving and loading. Section `checkpoint`."""
+
+    save: str | None = config_field(None, help="Folder of the run: checkpoints, config.yaml, metrics.jsonl.")
+    load: str | None = config_field(
+        None, help="Folder to load from; default: save, if it holds a checkpoint (so that the same command resumes)."
+    )
+    save_interval: int | None = config_field(None, minimum=1, unit="steps", help="Steps between checkpoints; the last step is always saved.")
+    ckpt_step: int | None = config_field(None, minimum=0, unit="steps", help="Load this step instead of the newest.")
+    save_keep_last: int | None = config_field(
+        None, minimum=1, flag="--save-keep-last", help="Keep only this many newest checkpoints; default: all."
+    )
+    finetune: bool = config_field(False, help="Load only the weights; start at step 0 with fresh optimizer, schedule and data.")
+    no_load_optim: bool = config_field(False, help="Do not load optimizer state.")
+    no_load_rng: bool = config_field(False, help="Do not load random-number state.")
+    no_save_optim: bool = config_field(False, help="Do not save optimizer state.")
+    no_save_rng: bool = config_field(False, help="Do not save random-number state.")
+    exit_on_missing_checkpoint: bool = config_field(False, help="Fail if load holds no checkpoint, instead of starting from step 0.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingConfig(Section):
+    """Console, metrics, TensorBoard. Section `logging`."""
+
+    log_interval: int = config_field(100, minimum=1, unit="steps", help="Steps between log lines.")
+    metrics_file: str | None = config_field(None, help="Metrics as JSON lines; default <save>/metrics.jsonl.")
+    tensorboard_dir: str | None = config_field(None, help="TensorBoard folder; default: no TensorBoard.")
+    tensorboard_log_interval: int | None = config_field(None, minimum=1, unit="steps", help="Steps between points; default log_interval.")
+    log_params_norm: bool = config_field(False, help="Log the L2 norm of the parameters.")
+    wandb_project: str | None = config_field(None, help="Weights & Biases project; needs the wandb extra.")
+    wandb_exp_name: str | None = config_field(None, help="Weights & Biases run name.")
+    wandb_save_dir: str | None = config_field(None, help="Weights & Biases folder; default <save>/wandb.")
+    wandb_mode: str = config_field("offline", choices=("offline", "online", "disabled"), help="Weights & Biases mode.")
+    progress_bar: str = config_field("auto", choices=("auto", "on", "off"), help="Progress bar with ETA; auto = on a terminal.")
+    timing_log_level: int = config_field(0, minimum=0, maximum=2, help="0 = step time, 1 = phases, 2 = everything.")
+    peak_tflops: float | None = config_field(
+        None, exclusive_minimum=0, unit="TFLOP/s", help="The device's dense peak for MFU; default: known GPUs' data sheet, on CPU measured."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig(Section):
+    """What is learned. Section `objective`."""
+
+    objective: str = config_field("causal_lm", choices=("causal_lm",), help="causal_lm = next-token prediction.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The whole configuration of a run. Build it with `megatron.training.config.load`; derive with `dataclasses.replace`."""
+
+    model: ModelArchitectureConfig
+    parallel: ModelParallelConfig
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig
+    ddp: DistributedDataParallelConfig
+    training: TrainingConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    objective: ObjectiveConfig
+    launch: LaunchConfig
+
+    def transformer_config(self) -> TransformerConfig:
+        """Architecture and parallel sizes as the one value that model code takes."""
+        fields = {f.name: getattr(part, f.name) for part in (self.model, self.parallel) for f in dataclasses.fields(part)}
+        return TransformerConfig(**fields)
