@@ -6,9 +6,14 @@ expected, what was got and what to change.
 
 
 class MegatronError(Exception):
-    """Base of all errors meant for users. `exit_code` is what a command returns when one of these ends it."""
+    """Base of all errors meant for users.
+
+    exit_code: what a command returns when one of these ends it. reported: whether this process prints it (False on the
+    ranks that only hear of another rank's trouble, so that each failure is printed once).
+    """
 
     exit_code = 1
+    reported = True
 
 
 class ConfigError(MegatronError, ValueError):

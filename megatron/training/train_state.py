@@ -10,7 +10,7 @@ class TrainState:
     iteration: completed steps. consumed_samples / consumed_tokens: read from the training set so far (tokens = samples x
     sequence length). skipped_iterations / nan_iterations: steps without an update (loss-scale overflow / non-finite).
     floating_point_operations: model FLOPs so far. logged_*: sums since the last log line, so that a log interval that
-    spans a restart still shows a true token mean.
+    spans a restart still shows a true token mean. evaluated_iteration: the last step whose evaluation was completed.
     """
 
     iteration: int = 0
@@ -22,6 +22,7 @@ class TrainState:
     floating_point_operations: float = 0.0
     logged_loss_sum: float = 0.0
     logged_loss_tokens: int = 0
+    evaluated_iteration: int = 0
 
     def as_dict(self) -> dict[str, int | float]:
         """Plain JSON values."""

@@ -1,0 +1,518 @@
+"""Trainer: the one training loop. It owns model, optimizer, data, checkpoints and logs of a run, and walks the steps.
+
+One step (docs/architecture.md draws it):
+
+    microbatches -> forward, backward (grad reduce starts under the last backward) -> finalize_model_grads -> optimizer.step
+    -> scheduler -> next TrainState -> agreement on stopping -> log, evaluate, save
+"""
+
+import contextlib
+import dataclasses
+import gc
+import math
+import os
+import pathlib
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron.core import collectives
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.errors import ConfigError, NonFiniteError
+from megatron.core.optimizer import MegatronOptimizer, describe_param_groups, get_megatron_optimizer, memory_report
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_seed
+from megatron.core.timers import Timers
+from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.training.agreement import fail_together, gather_texts, on_all_ranks, own_rank
+from megatron.training.callbacks import Callback
+from megatron.training.checkpointing import (
+    copy_tokenizer_files,
+    load_training_checkpoint,
+    open_store,
+    save_training_checkpoint,
+)
+from megatron.training.config import check_run_config, dump_yaml
+from megatron.training.config.run_config import RunConfig
+from megatron.training.data import TrainingData, build_data
+from megatron.training.flops import flops_per_token, peak_tflops
+from megatron.training.gpt_builder import build_gpt_model
+from megatron.training.loggers import RunLogger, build_loggers
+from megatron.training.metrics import EvalMetrics, MetricsAccumulator, StepResult
+from megatron.training.objectives import OBJECTIVES, ModelBatch, Objective
+from megatron.training.plan import TrainingPlan
+from megatron.training.signals import StopSignals
+from megatron.training.train_state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class StopRequest:
+    """Why a run ends before its last step."""
+
+    reason: str
+
+
+class Trainer:
+    """Builds everything a run needs from its configuration and trains it.
+
+    Args:
+        config: the run's configuration, already typed and checked field by field.
+        device, groups: where this rank computes and with whom it communicates (`megatron.training.initialize`).
+        callbacks: observers; see `megatron.training.callbacks`.
+        model_builder, objective: replace the GPT model or the objective named in the configuration.
+
+    Raises ConfigError or DataError (on every rank alike) when the configuration cannot be run.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        device: torch.device,
+        groups: ProcessGroupCollection,
+        callbacks: Sequence[Callback] = (),
+        model_builder: Callable[..., torch.nn.Module] = build_gpt_model,
+        objective: Objective | None = None,
+    ) -> None:
+        self.config, self.device, self.groups = config, device, groups
+        self.callbacks = list(callbacks)
+        self.objective = objective or OBJECTIVES[config.objective.objective]()
+        self.timers = Timers(config.logging.timing_log_level)
+        world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        problems = check_run_config(config, world)
+        if problems:
+            raise _first_rank_reports(ConfigError("\n".join(problems)))
+        self.rank, self.world_size = own_rank(), world
+        self.plan = TrainingPlan.of(config, groups.size("dp"))
+        self.state = TrainState()
+        model_parallel_seed(config.training.seed, groups)
+        if config.training.deterministic_mode:
+            torch.use_deterministic_algorithms(True)
+        self.tokenizer: Tokenizer = on_all_ranks(lambda: build_run_tokenizer(config))
+        self.model = self._build_model(model_builder)
+        self.optimizer = self._build_optimizer()
+        self.scheduler = self._build_scheduler()
+        self.store = on_all_ranks(lambda: open_store(config.checkpoint)) if config.checkpoint.save else None
+        self.state = load_training_checkpoint(
+            config=config,
+            model_chunks=[self.model],
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            groups=groups,
+        )
+        self.data: TrainingData = build_data(
+            config,
+            self.tokenizer,
+            dp_rank=groups.rank("dp"),
+            dp_size=groups.size("dp"),
+            train_samples=self.plan.train_samples,
+            calculator=self.plan.calculator,
+        )
+        self._flops_per_token = flops_per_token(config.transformer_config(), config.data.seq_length, self._padded_vocab())
+        self._accumulator = self._new_accumulator()
+        self.loggers: RunLogger = self._open_logs()
+        self._saved_iteration = self.state.iteration if self.state.iteration else None
+        self._started = time.monotonic()
+
+    # ------------------------------------------------------------------------------------------------ construction
+
+    def _build_model(self, model_builder: Callable[..., torch.nn.Module]) -> DistributedDataParallel:
+        module = model_builder(
+            self.config, vocab_size=self.tokenizer.vocab_size, device=self.device, pg_collection=self.groups
+        )
+        return DistributedDataParallel(
+            self.config.transformer_config(),
+            self.config.ddp_config(self.groups.size("dp_cp")),
+            module,
+            pg_collection=self.groups,
+            reduce_op="sum",
+        )
+
+    def _build_optimizer(self) -> MegatronOptimizer:
+        return get_megatron_optimizer(self.config.optimizer_config(), [self.model], pg_collection=self.groups)
+
+    def _build_scheduler(self) -> OptimizerParamScheduler:
+        optimizer, scheduler, plan = self.config.optimizer, self.config.scheduler, self.plan
+        decay = optimizer.weight_decay
+        return OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=scheduler.lr_warmup_init,
+            max_lr=optimizer.lr or 0.0,
+            min_lr=optimizer.min_lr,
+            lr_warmup_steps=plan.lr_warmup_samples,
+            lr_decay_steps=plan.lr_decay_samples,
+            lr_decay_style=scheduler.lr_decay_style,
+            start_wd=decay if scheduler.start_weight_decay is None else scheduler.start_weight_decay,
+            end_wd=decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay,
+            wd_incr_steps=plan.train_samples,
+            wd_incr_style=scheduler.weight_decay_incr_style,
+            override_opt_param_scheduler=scheduler.override_opt_param_scheduler,
+            wsd_decay_steps=plan.wsd_decay_samples,
+            lr_wsd_decay_style=scheduler.lr_wsd_decay_style,
+        )
+
+    def _padded_vocab(self) -> int:
+        unit = self.config.model.make_vocab_size_divisible_by * self.config.parallel.tensor_model_parallel_size
+        return math.ceil(self.tokenizer.vocab_size / unit) * unit
+
+    def _new_accumulator(self) -> MetricsAccumulator:
+        dtype = self.config.parallel.params_dtype
+        return MetricsAccumulator(
+            train_iters=self.plan.train_iters,
+            world_size=self.world_size,
+            flops_per_token=self._flops_per_token,
+            peak_tflops=peak_tflops(self.device, dtype, self.config.logging.peak_tflops) if self.rank == 0 else None,
+            loss_sum=self.state.logged_loss_sum,
+            tokens=self.state.logged_loss_tokens,
+        )
+
+    def _open_logs(self) -> RunLogger:
+        """Logs of rank 0, the resolved configuration and the tokenizer beside the checkpoints."""
+
+        def open_() -> RunLogger:
+            save = self.config.checkpoint.save
+            if save is not None and self.rank == 0:
+                pathlib.Path(save).mkdir(parents=True, exist_ok=True)
+                _write_atomically(pathlib.Path(save) / "config.yaml", dump_yaml(self.config))
+                copy_tokenizer_files(self.tokenizer, save)
+            return build_loggers(self.config, self.rank, self.plan.train_iters, self.state.iteration)
+
+        return on_all_ranks(open_)
+
+    # -------------------------------------------------------------------------------------------------------- loop
+
+    def fit(self) -> TrainState:
+        """Train to the end of the plan, or to a stop request; returns the last state. Always leaves a checkpoint if `save` is set."""
+        self._announce()
+        self._notify("on_train_start")
+        with StopSignals(self.config.training.exit_signal_handler) as signals, _garbage_collection(self.config):
+            self._signals = signals
+            try:
+                stop = self._run()
+            finally:
+                self.data.close()
+                self.loggers.close()
+        self._notify("on_train_end")
+        self._say(f"stopped at iteration {self.state.iteration}: {stop.reason}" if stop else "training is done")
+        return self.state
+
+    def _run(self) -> StopRequest | None:
+        training = self.config.training
+        stop: StopRequest | None = None
+        if training.skip_train:
+            self._evaluate("validation")
+            return None
+        self.model.train()
+        if self._evaluation_due():  # a run that was stopped at an evaluation step makes up for it
+            stop = self._evaluate("validation")
+        while stop is None and self.state.iteration < self.plan.train_iters:
+            stop = self._iteration()
+        self._save()
+        if stop is None and training.eval_iters and self.data.has("test"):
+            self._evaluate("test")
+        return stop
+
+    def _iteration(self) -> StopRequest | None:
+        """One step with everything that follows it."""
+        begun = time.perf_counter()
+        batches = self.data.train_step(self.state.consumed_samples)
+        data_time = time.perf_counter() - begun
+        result, stop = self.train_step(batches)
+        self._account(result, time.perf_counter() - begun, data_time)
+        self._notify("on_step_end", result)
+        self._log_if_due()
+        interval = self.config.training.exit_interval
+        if stop is None and interval and self.state.iteration % interval == 0:
+            stop = StopRequest(f"exit_interval={interval}")
+        if stop is None and self._evaluation_due():
+            stop = self._evaluate("validation")
+        every = self.config.checkpoint.save_interval
+        if every and self.state.iteration % every == 0:
+            self._save()
+        self._collect_garbage()
+        return stop
+
+    def train_step(self, batches: list[dict[str, torch.Tensor]]) -> tuple[StepResult, StopRequest | None]:
+        """One optimizer step over this rank's microbatches; all ranks call it together.
+
+        Returns the step's global result and, when any rank was asked to stop, the reason all ranks agreed on.
+        """
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss_sum, tokens = self._forward_backward(batches)
+        finalize_model_grads([self.model], tokens)
+        success, grad_norm, num_zeros = self.optimizer.step()
+        total_loss, bad_loss, stop = self._agree(loss_sum)
+        total_tokens = int(self._global_tokens(tokens))
+        nan = bad_loss or (not success and not self.config.parallel.fp16)
+        if nan:
+            self._non_finite(loss_sum, grad_norm)
+        if success:
+            self.scheduler.step(increment=self.plan.global_batch_size(self.state.consumed_samples))
+        return StepResult(
+            loss_sum=total_loss if not bad_loss else 0.0,
+            tokens=total_tokens if not bad_loss else 0,
+            grad_norm=grad_norm,
+            skipped=not success,
+            nan=nan,
+            num_zeros=num_zeros,
+            params_norm=self._params_norm(),
+        ), stop
+
+    def _forward_backward(self, batches: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward of each microbatch; (sum of losses float64, number of tokens int64) of this rank."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        tokens = torch.zeros((), dtype=torch.int64, device=self.device)
+        for index, batch in enumerate(batches):
+            last = index == len(batches) - 1
+            with contextlib.nullcontext() if last else self.model.no_sync():
+                loss, count = self._loss(self._prepare(batch))
+                self.optimizer.scale_loss(loss).backward()
+            loss_sum += loss.detach()
+            tokens += count
+        return loss_sum, tokens
+
+    def _prepare(self, batch: dict[str, torch.Tensor]) -> ModelBatch:
+        moved = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+        return self.objective.prepare(moved, seed=self.config.training.seed)
+
+    def _loss(self, batch: ModelBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        token_losses = self.model(
+            batch.tokens, batch.position_ids, labels=batch.labels, document_ids=batch.document_ids
+        )
+        return self.objective.reduce(token_losses, batch)
+
+    def _agree(self, loss_sum: torch.Tensor) -> tuple[float, bool, StopRequest | None]:
+        """One reduction for what all ranks must know alike: loss, whether it is finite, and wishes to stop."""
+        finite = torch.isfinite(loss_sum)
+        wishes = torch.stack(
+            [
+                torch.where(finite, loss_sum, torch.zeros_like(loss_sum)),
+                (~finite).double(),
+                loss_sum.new_tensor(float(self._signals_received() is not None)),
+                loss_sum.new_tensor(float(self._out_of_time())),
+            ]
+        )
+        collectives.all_reduce(wishes, self.groups.dp_cp)  # sum over dp_cp, fp64
+        total, bad, signalled, late = wishes.tolist()
+        stop = None
+        if signalled:
+            stop = StopRequest(f"signal {self._signals_received() or 'received by another rank'}")
+        elif late:
+            stop = StopRequest(f"exit_duration_in_mins={self.config.training.exit_duration_in_mins:g}")
+        return total, bool(bad), stop
+
+    def _global_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        total = tokens.clone()
+        collectives.all_reduce(total, self.groups.dp_cp)  # sum over dp_cp, int64
+        return total
+
+    def _signals_received(self) -> str | None:
+        signals: StopSignals | None = self.__dict__.get("_signals")
+        return None if signals is None else signals.received
+
+    def _out_of_time(self) -> bool:
+        limit = self.config.training.exit_duration_in_mins
+        return limit is not None and (time.monotonic() - self._started) / 60.0 >= limit
+
+    def _non_finite(self, loss_sum: torch.Tensor, grad_norm: float | None) -> None:
+        """Name the culprits on every rank; stop all ranks, or let the step be skipped, as `nan_policy` says."""
+        step = self.state.iteration + 1
+        own = []
+        if not bool(torch.isfinite(loss_sum)):
+            own.append(f"loss is {float(loss_sum)}")
+        names = self.model.nonfinite_grads()
+        if names:
+            own.append(f"gradient of {', '.join(names[:4])}{' and others' if len(names) > 4 else ''} is not finite")
+        reports = gather_texts("; ".join(own) or None)
+        summary = f"non-finite loss or gradient at step {step} (gradient norm {grad_norm})"
+        skips = self.state.consecutive_skips + 1
+        if self.config.training.nan_policy == "stop":
+            fail_together(NonFiniteError, reports, f"{summary}; no weight was changed, nothing was saved")
+        if skips >= self.config.training.max_consecutive_skips:
+            fail_together(NonFiniteError, reports, f"{summary}; {skips} steps in a row were skipped")
+        culprits = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text)
+        self._say(f"{summary}; step skipped on all ranks. {culprits}")
+
+    def _account(self, result: StepResult, step_time: float, data_time: float) -> None:
+        """The next TrainState, and the interval's sums."""
+        state = self.state
+        batch = self.plan.global_batch_size(state.consumed_samples)
+        tokens = batch * self.config.data.seq_length
+        self.state = dataclasses.replace(
+            state,
+            iteration=state.iteration + 1,
+            consumed_samples=state.consumed_samples + batch,
+            consumed_tokens=state.consumed_tokens + tokens,
+            skipped_iterations=state.skipped_iterations + result.skipped,
+            nan_iterations=state.nan_iterations + result.nan,
+            consecutive_skips=state.consecutive_skips + 1 if result.skipped else 0,
+            floating_point_operations=state.floating_point_operations + tokens * self._flops_per_token,
+            logged_loss_sum=state.logged_loss_sum + result.loss_sum,
+            logged_loss_tokens=state.logged_loss_tokens + result.tokens,
+        )
+        self._accumulator.add(
+            result,
+            step_time_s=step_time,
+            data_time_s=data_time,
+            exposed_comm_time_s=self.model.exposed_comm_time(),
+            global_batch_size=batch,
+            tokens=tokens,
+        )
+
+    def _log_if_due(self) -> None:
+        if self.state.iteration % self.config.logging.log_interval and self.state.iteration != self.plan.train_iters:
+            return
+        metrics = self._accumulator.flush(
+            self.state,
+            learning_rate=self.optimizer.param_groups[0]["lr"],
+            loss_scale=float(self.optimizer.get_loss_scale()),
+            peak_memory_bytes=_peak_memory(self.device),
+        )
+        self.loggers.log_step(metrics)
+        self.state = dataclasses.replace(self.state, logged_loss_sum=0.0, logged_loss_tokens=0)
+
+    # -------------------------------------------------------------------------------------------------- evaluation
+
+    def _evaluation_due(self) -> bool:
+        training, iteration = self.config.training, self.state.iteration
+        if not training.eval_iters or not training.eval_interval or not self.data.has("valid") or not iteration:
+            return False
+        return iteration % training.eval_interval == 0 and self.state.evaluated_iteration != iteration
+
+    def _evaluate(self, split: str) -> StopRequest | None:
+        """Loss over all unmasked tokens of the split's first `eval_iters` global batches; ends early on a signal."""
+        name = "valid" if split == "validation" else split
+        if not self.data.has(name) or not self.config.training.eval_iters:
+            return None
+        self.optimizer.finish_param_sync()
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss sum, tokens
+        try:
+            for step in self._evaluation_steps(name):
+                if stop := self._agree(torch.zeros((), dtype=torch.float64, device=self.device))[2]:
+                    return stop
+                sums += step
+        finally:
+            self.model.train()
+        collectives.all_reduce(sums, self.groups.dp_cp)  # sum over dp_cp, fp64
+        loss_sum, tokens = sums.tolist()
+        loss = loss_sum / max(tokens, 1.0)
+        metrics = EvalMetrics(self.state.iteration, split, loss, math.exp(min(loss, 700.0)), int(tokens))
+        if split == "validation":
+            self.state = dataclasses.replace(self.state, evaluated_iteration=self.state.iteration)
+        self.loggers.log_eval(metrics)
+        self._notify("on_eval_end", metrics)
+        return None
+
+    @torch.no_grad()
+    def _evaluation_steps(self, name: str) -> Iterator[torch.Tensor]:
+        for microbatches in self.data.evaluation(name, self.config.training.eval_iters):
+            step = torch.zeros(2, dtype=torch.float64, device=self.device)
+            for batch in microbatches:
+                loss, count = self._loss(self._prepare(batch))
+                step += torch.stack([loss.double(), count.double()])
+            yield step
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def _save(self) -> None:
+        if self.store is None or self._saved_iteration == self.state.iteration:
+            return
+        begun = time.perf_counter()
+        save_training_checkpoint(
+            self.store,
+            config=self.config,
+            model_chunks=[self.model],
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            train_state=self.state,
+            groups=self.groups,
+        )
+        self._saved_iteration = self.state.iteration
+        self._say(f"saved checkpoint of iteration {self.state.iteration} in {time.perf_counter() - begun:.2f} s")
+        self._notify("on_save", self.state.iteration)
+
+    # ------------------------------------------------------------------------------------------------------ little
+
+    def _params_norm(self) -> float | None:
+        return self.optimizer.params_norm() if self.config.logging.log_params_norm else None
+
+    def _collect_garbage(self) -> None:
+        training = self.config.training
+        if training.manual_gc and training.manual_gc_interval and self.state.iteration % training.manual_gc_interval == 0:
+            gc.collect()
+
+    def _announce(self) -> None:
+        """What runs, printed once by rank 0."""
+        parameters = sum(p.numel() for p in self.model.parameters())
+        self._say(
+            f"{self.world_size} rank(s) on {self.device.type}, data parallel {self.groups.size('dp')}; "
+            f"{parameters / 1e6:.2f} M parameters in {self.config.parallel.params_dtype}"
+        )
+        self._say(memory_report([self.model], self.optimizer))
+        self._say(describe_param_groups(self.optimizer))
+        first = self.plan.global_batch_size(self.state.consumed_samples)
+        self._say(
+            f"iterations {self.state.iteration} to {self.plan.train_iters}, global batch size {first}, "
+            f"sequence length {self.config.data.seq_length}"
+        )
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def _notify(self, event: str, *values: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *values)
+
+
+def build_run_tokenizer(config: RunConfig) -> Tokenizer:
+    """The tokenizer that the `data` section names."""
+    data = config.data
+    return build_tokenizer(
+        data.tokenizer_type or "NullTokenizer",
+        tokenizer_model=data.tokenizer_model,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        vocab_size=config.model.vocab_size,
+        tiktoken_pattern=data.tiktoken_pattern,
+    )
+
+
+def _first_rank_reports(error: ConfigError) -> ConfigError:
+    error.reported = own_rank() == 0
+    return error
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: CUDA allocator's peak, or the process's peak resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _write_atomically(path: pathlib.Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _garbage_collection(config: RunConfig) -> Iterator[None]:
+    """With `manual_gc`, no automatic collection inside the loop (ranks would pause at different times)."""
+    if not config.training.manual_gc:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()
