@@ -57,6 +57,16 @@ class StopRequest:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """What all ranks know alike after a step's forward and backward: global loss sum and tokens, a non-finite loss, a stop."""
+
+    loss_sum: float
+    tokens: int
+    bad_loss: bool
+    stop: StopRequest | None
+
+
 class Trainer:
     """Builds everything a run needs from its configuration and trains it.
 
@@ -117,6 +127,7 @@ class Trainer:
         self._accumulator = self._new_accumulator()
         self.loggers: RunLogger = self._open_logs()
         self._saved_iteration = self.state.iteration if self.state.iteration else None
+        self._signals: StopSignals | None = None
         self._started = time.monotonic()
 
     # ------------------------------------------------------------------------------------------------ construction
@@ -187,7 +198,7 @@ class Trainer:
     # -------------------------------------------------------------------------------------------------------- loop
 
     def fit(self) -> TrainState:
-        """Train to the end of the plan, or to a stop request; returns the last state. Always leaves a checkpoint if `save` is set."""
+        """Train to the end of the plan, or to a stop request, and return the last state. With `save`, a checkpoint is always left."""
         self._announce()
         self._notify("on_train_start")
         with StopSignals(self.config.training.exit_signal_handler) as signals, _garbage_collection(self.config):
@@ -246,23 +257,22 @@ class Trainer:
         self.optimizer.zero_grad()
         loss_sum, tokens = self._forward_backward(batches)
         finalize_model_grads([self.model], tokens)
-        success, grad_norm, num_zeros = self.optimizer.step()
-        total_loss, bad_loss, stop = self._agree(loss_sum)
-        total_tokens = int(self._global_tokens(tokens))
-        nan = bad_loss or (not success and not self.config.parallel.fp16)
+        agreed = self._agree(loss_sum, tokens)
+        success, grad_norm, num_zeros = (False, None, None) if agreed.bad_loss else self.optimizer.step()
+        nan = agreed.bad_loss or (not success and not self.config.parallel.fp16)
         if nan:
             self._non_finite(loss_sum, grad_norm)
         if success:
             self.scheduler.step(increment=self.plan.global_batch_size(self.state.consumed_samples))
         return StepResult(
-            loss_sum=total_loss if not bad_loss else 0.0,
-            tokens=total_tokens if not bad_loss else 0,
+            loss_sum=agreed.loss_sum if success else 0.0,
+            tokens=agreed.tokens if success else 0,
             grad_norm=grad_norm,
             skipped=not success,
             nan=nan,
             num_zeros=num_zeros,
             params_norm=self._params_norm(),
-        ), stop
+        ), agreed.stop
 
     def _forward_backward(self, batches: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward of each microbatch; (sum of losses float64, number of tokens int64) of this rank."""
@@ -287,34 +297,29 @@ class Trainer:
         )
         return self.objective.reduce(token_losses, batch)
 
-    def _agree(self, loss_sum: torch.Tensor) -> tuple[float, bool, StopRequest | None]:
-        """One reduction for what all ranks must know alike: loss, whether it is finite, and wishes to stop."""
+    def _agree(self, loss_sum: torch.Tensor, tokens: torch.Tensor) -> "Agreement":
+        """One reduction for what all ranks must know alike: loss, tokens, whether the loss is finite, wishes to stop."""
         finite = torch.isfinite(loss_sum)
-        wishes = torch.stack(
+        values = torch.stack(
             [
                 torch.where(finite, loss_sum, torch.zeros_like(loss_sum)),
+                tokens.double(),
                 (~finite).double(),
-                loss_sum.new_tensor(float(self._signals_received() is not None)),
+                loss_sum.new_tensor(float(self._signal_received() is not None)),
                 loss_sum.new_tensor(float(self._out_of_time())),
             ]
         )
-        collectives.all_reduce(wishes, self.groups.dp_cp)  # sum over dp_cp, fp64
-        total, bad, signalled, late = wishes.tolist()
+        collectives.all_reduce(values, self.groups.dp_cp)  # sum over dp_cp, fp64
+        total, count, bad, signalled, late = values.tolist()
         stop = None
         if signalled:
-            stop = StopRequest(f"signal {self._signals_received() or 'received by another rank'}")
+            stop = StopRequest(f"signal {self._signal_received() or 'received by another rank'}")
         elif late:
             stop = StopRequest(f"exit_duration_in_mins={self.config.training.exit_duration_in_mins:g}")
-        return total, bool(bad), stop
+        return Agreement(total, int(count), bool(bad), stop)
 
-    def _global_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        total = tokens.clone()
-        collectives.all_reduce(total, self.groups.dp_cp)  # sum over dp_cp, int64
-        return total
-
-    def _signals_received(self) -> str | None:
-        signals: StopSignals | None = self.__dict__.get("_signals")
-        return None if signals is None else signals.received
+    def _signal_received(self) -> str | None:
+        return None if self._signals is None else self._signals.received
 
     def _out_of_time(self) -> bool:
         limit = self.config.training.exit_duration_in_mins
@@ -392,32 +397,34 @@ class Trainer:
             return None
         self.optimizer.finish_param_sync()
         self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss sum, tokens
+        loss_sum, tokens, finite = 0.0, 0, True
         try:
-            for step in self._evaluation_steps(name):
-                if stop := self._agree(torch.zeros((), dtype=torch.float64, device=self.device))[2]:
-                    return stop
-                sums += step
+            for step_loss, step_tokens in self._evaluation_steps(name):
+                agreed = self._agree(step_loss, step_tokens)
+                if agreed.stop:
+                    return agreed.stop
+                loss_sum, tokens, finite = loss_sum + agreed.loss_sum, tokens + agreed.tokens, finite and not agreed.bad_loss
         finally:
             self.model.train()
-        collectives.all_reduce(sums, self.groups.dp_cp)  # sum over dp_cp, fp64
-        loss_sum, tokens = sums.tolist()
-        loss = loss_sum / max(tokens, 1.0)
-        metrics = EvalMetrics(self.state.iteration, split, loss, math.exp(min(loss, 700.0)), int(tokens))
+        loss = loss_sum / max(tokens, 1) if finite else math.nan
+        metrics = EvalMetrics(self.state.iteration, split, loss, math.exp(min(loss, 700.0)), tokens)
         if split == "validation":
             self.state = dataclasses.replace(self.state, evaluated_iteration=self.state.iteration)
         self.loggers.log_eval(metrics)
         self._notify("on_eval_end", metrics)
         return None
 
-    @torch.no_grad()
-    def _evaluation_steps(self, name: str) -> Iterator[torch.Tensor]:
+    def _evaluation_steps(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(loss sum float64, tokens int64) of this rank for each global batch of the split."""
         for microbatches in self.data.evaluation(name, self.config.training.eval_iters):
-            step = torch.zeros(2, dtype=torch.float64, device=self.device)
-            for batch in microbatches:
-                loss, count = self._loss(self._prepare(batch))
-                step += torch.stack([loss.double(), count.double()])
-            yield step
+            loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+            tokens = torch.zeros((), dtype=torch.int64, device=self.device)
+            with torch.no_grad():
+                for batch in microbatches:
+                    loss, count = self._loss(self._prepare(batch))
+                    loss_sum += loss
+                    tokens += count
+            yield loss_sum, tokens
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
