@@ -1,0 +1,125 @@
+"""A signal to any process leads to one complete checkpoint of one step and a common clean exit (R07)."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness.d0 import write_d0
+from tests.harness.jobs import read_metrics
+from tests.harness.t0 import t0_flags
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DEADLINE = 60.0
+CLOCKS = ("step_time_s", "data_time_s", "exposed_comm_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "peak_memory_bytes", "eta_s")
+
+
+class Run:
+    """torchrun with two ranks, in its own process group."""
+
+    def __init__(self, flags: list[str]) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "pretrain_gpt.py")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [*command, *flags], env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def family(self) -> list[int]:
+        """Ids of all processes of the run: the launcher's session."""
+        found = []
+        for entry in pathlib.Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                except OSError:
+                    continue
+                if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                    found.append(int(entry.name))
+        return found
+
+    def rank_pid(self, rank: int) -> int:
+        """Process id of a rank, by its environment."""
+        for pid in self.family():
+            try:
+                environment = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                parent = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+            if b"RANK=%d" % rank in environment and parent == self.process.pid:
+                return pid
+        raise AssertionError(f"no process of rank {rank}")
+
+
+@pytest.fixture
+def flags(tmp_path: pathlib.Path) -> Iterator[list[str]]:
+    """T0 with loader workers, many steps, a log line per step."""
+    write_d0(str(tmp_path / "d0"))
+    yield t0_flags(
+        data_path=str(tmp_path / "d0"), split="90,10,0", train_iters=100_000, log_interval=1, num_workers=2, save=str(tmp_path / "run"),
+        eval_interval=7, eval_iters=2, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True,
+        hidden_dropout=0.1,
+    )  # fmt: skip
+
+
+def wait_for_step(run: Run, save: pathlib.Path, step: int) -> None:
+    """Returns when the metrics hold a line of `step` or later."""
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        path = save / "metrics.jsonl"
+        lines = [line for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+        if lines and json.loads(lines[-1])["iteration"] >= step:
+            return
+        assert run.process.poll() is None, run.process.communicate()[0]
+        time.sleep(0.05)
+    raise AssertionError("the run did not reach the step in time")
+
+
+def finish(run: Run) -> str:
+    """The run's output after it ended by itself; no process of it is left."""
+    output, _ = run.process.communicate(timeout=DEADLINE)
+    deadline = time.monotonic() + 10.0
+    while run.family() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert run.family() == [], output
+    return output
+
+
+@pytest.mark.parametrize("target", ["rank 1", "group twice"])
+def test_termination_leaves_one_complete_checkpoint_and_resumes_exactly(flags: list[str], tmp_path: pathlib.Path, target: str) -> None:
+    save = tmp_path / "run"
+    run = Run(flags)
+    wait_for_step(run, save, 3)
+    if target == "rank 1":
+        os.kill(run.rank_pid(1), signal.SIGTERM)
+    else:
+        os.killpg(run.process.pid, signal.SIGTERM)
+        os.killpg(run.process.pid, signal.SIGTERM)
+    output = finish(run)
+    if target == "rank 1":
+        assert run.process.returncode == 0, output  # torchrun itself exits with 1 when it was signalled, whatever the ranks do
+    step = int((save / "latest_checkpointed_iteration.txt").read_text())
+    assert (save / f"iter_{step:07d}" / "manifest.json").exists()
+    steps = [line["iteration"] for line in read_metrics(save / "metrics.jsonl") if "split" not in line]
+    assert steps == list(range(1, step + 1))
+    resume_and_compare(flags, save, tmp_path, step)
+
+
+def resume_and_compare(flags: list[str], save: pathlib.Path, tmp_path: pathlib.Path, step: int) -> None:
+    """The resumed run's numbers equal an uninterrupted run's."""
+    ended = [str(step + 4) if flag == "100000" else flag for flag in flags]
+    resumed = Run(ended)
+    assert "error" not in finish(resumed) and resumed.process.returncode == 0
+    whole = Run([str(tmp_path / "whole") if flag == str(save) else flag for flag in ended])
+    assert finish(whole) and whole.process.returncode == 0
+    assert numbers(save) == numbers(tmp_path / "whole")
+
+
+def numbers(save: pathlib.Path) -> list[dict[str, object]]:
+    """Metrics without clocks and memory."""
+    return [{k: v for k, v in line.items() if k not in CLOCKS} for line in read_metrics(save / "metrics.jsonl")]
