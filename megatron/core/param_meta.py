@@ -20,6 +20,8 @@ class ParamMeta:
     sequence_parallel: computed on sequence shards, so its gradient is summed over the tensor-parallel group.
     weight_decay: None = by the documented rule (tensors of 1 dimension are not decayed), else forced.
     logical_shape: global shape without vocabulary padding; None = the tensor's own shape.
+    tp_blocks: equal blocks along tp_dim that are each split for themselves; 2 for a gated fc1, whose ranks hold
+        [part of gate; part of up].
     """
 
     tp_dim: int | None = None
@@ -29,6 +31,7 @@ class ParamMeta:
     sequence_parallel: bool = False
     weight_decay: bool | None = None
     logical_shape: tuple[int, ...] | None = None
+    tp_blocks: int = 1
 
 
 _DEFAULT = ParamMeta()

@@ -40,6 +40,11 @@ class Piece:
     box: Box
     data: torch.Tensor
 
+    def shaped(self) -> torch.Tensor:
+        """The memory in the box's shape, without autograd; always a view."""
+        data = self.data.detach()
+        return data if data.shape == self.box.shape else data.view(self.box.shape)
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardedTensor:
@@ -69,6 +74,79 @@ def whole(name: str, tensor: torch.Tensor, *, replicas: int = 1, replica_index: 
     shape = tuple(tensor.shape)
     piece = Piece(Box((0,) * len(shape), shape), tensor)
     return ShardedTensor(name, shape, (piece,), replicas, replica_index)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a block of a rank's local tensor lies in the logical tensor; both boxes have the same shape."""
+
+    local: Box
+    logical: Box
+
+
+def placements(
+    local_shape: Sequence[int], logical_shape: Sequence[int], dim: int | None, rank: int, size: int, blocks: int = 1
+) -> tuple[Placement, ...]:
+    """Blocks of a tensor that is split over `size` ranks along `dim`, without what is padding.
+
+    Args:
+        local_shape: shape on this rank, padding included. logical_shape: global shape without padding.
+        dim: the split dim; None = every rank holds all of it.
+        rank, size: position in and size of the group that shares the tensor.
+        blocks: number of equal blocks along `dim` that are split each for itself: 2 for [gate; up], of which a rank holds
+            [its part of gate; its part of up].
+    """
+    clipped = tuple(min(n, m) for n, m in zip(local_shape, logical_shape, strict=True))
+    if dim is None:
+        box = Box((0,) * len(clipped), clipped)
+        return (Placement(box, box),)
+    part = local_shape[dim] // blocks
+    assert part * blocks == local_shape[dim], (local_shape, dim, blocks)
+    found = []
+    for block in range(blocks):
+        start = (block * size + rank) * part
+        extent = max(0, min(part, logical_shape[dim] - start))
+        if extent:
+            shape = (*clipped[:dim], extent, *clipped[dim + 1 :])
+            offsets = [tuple(o if d == dim else 0 for d in range(len(shape))) for o in (block * part, start)]
+            found.append(Placement(Box(offsets[0], shape), Box(offsets[1], shape)))
+    return tuple(found)
+
+
+def placed_pieces(where: Sequence[Placement], tensor: torch.Tensor) -> tuple[Piece, ...]:
+    """Pieces of a rank's local tensor."""
+    return tuple(Piece(place.logical, tensor.detach()[place.local.slices()]) for place in where)
+
+
+def placed_flat_pieces(
+    where: Sequence[Placement], local_shape: Sequence[int], start: int, data: torch.Tensor
+) -> tuple[Piece, ...]:
+    """Pieces of a flat shard of a rank's local tensor: `data` (1-D) holds its row-major elements [start, start + len(data)).
+
+    Elements that lie in no placement (padding) are left out.
+    """
+    pieces = []
+    for part in flat_range_pieces(local_shape, start, data):
+        for place in where:
+            common = intersect(part.box, place.local)
+            if common is not None:
+                shift = zip(common.offset, place.local.offset, place.logical.offset, strict=True)
+                logical = Box(tuple(o - a + b for o, a, b in shift), common.shape)
+                pieces.append(Piece(logical, part.data[relative(common, part.box).slices()]))
+    return tuple(pieces)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common region of two boxes of one tensor, or None if it is empty. Scalars (0 dims) always meet."""
+    offset = tuple(max(x, y) for x, y in zip(a.offset, b.offset, strict=True))
+    ends = (min(x + n, y + m) for x, n, y, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
+    shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
+    return None if any(n <= 0 for n in shape) else Box(offset, shape)
+
+
+def relative(box: Box, origin: Box) -> Box:
+    """`box` in the coordinates of `origin` (both given in global coordinates)."""
+    return Box(tuple(a - b for a, b in zip(box.offset, origin.offset, strict=True)), box.shape)
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
