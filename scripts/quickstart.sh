@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a trained, resumed, talking GPT: set-up, corpus, tokenizer, data, two-rank training with the distributed
 # optimizer and all overlap on, a kill and a resume, a sample and a picture of the curve. Safe to run again: what is done is kept.
-#   RUN=folder      where everything goes (default runs/quickstart)      QUICKSTART_ITERS=n   length (default: the config's)
+#   RUN=folder      where everything goes (default runs/quickstart)      QUICKSTART_FLAGS="..."  more flags for the training
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/_env.sh
@@ -9,7 +9,7 @@ setup_environment "plot"
 export RUN="${RUN:-runs/quickstart}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 mkdir -p "$RUN/data"
 CONFIG=configs/quickstart.yaml
-ITERS=(${QUICKSTART_ITERS:+--train-iters "$QUICKSTART_ITERS"})
+read -r -a FLAGS <<<"${QUICKSTART_FLAGS:-}"
 LAUNCH=(python -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py --config "$CONFIG")
 
 step() { printf '\n== %s\n' "$*"; }
@@ -29,7 +29,7 @@ step "3/6  preprocessing to .bin/.idx"
 step "4/6  training on 2 ranks: killed half-way, then resumed from its newest checkpoint"
 POINTER="$RUN/checkpoints/latest_checkpointed_iteration.txt"
 if [ ! -s "$POINTER" ]; then
-    setsid "${LAUNCH[@]}" "${ITERS[@]}" &
+    setsid "${LAUNCH[@]}" "${FLAGS[@]}" &
     trainer=$!
     trap 'kill -KILL -- -$trainer 2>/dev/null || true' EXIT
     while [ ! -s "$POINTER" ] && kill -0 $trainer 2>/dev/null; do sleep 0.5; done
@@ -41,7 +41,7 @@ if [ ! -s "$POINTER" ]; then
     fi
     trap - EXIT
 fi
-"${LAUNCH[@]}" "${ITERS[@]}"
+"${LAUNCH[@]}" "${FLAGS[@]}"
 
 step "5/6  how good is it"
 python tools/count_tokens.py "$RUN/data/corpus_text_document" --entropy --json >"$RUN/data/statistics.json"
