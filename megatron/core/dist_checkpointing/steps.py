@@ -78,7 +78,7 @@ def examine(path: Path, iteration: int) -> Step:
     except DamagedCheckpointError as error:
         return Step(iteration, path, None, str(error))
     if manifest.iteration != iteration:
-        return Step(iteration, path, manifest, f"{path}: its manifest is that of step {manifest.iteration}")
+        return Step(iteration, path, manifest, f"{path / MANIFEST_NAME} is that of step {manifest.iteration}")
     return Step(iteration, path, manifest, sizes_problem(path, manifest))
 
 

@@ -1,5 +1,6 @@
 """Reshard plans against brute force over all elements."""
 
+import itertools
 import math
 
 import torch
@@ -34,7 +35,7 @@ def cuts(draw, shape):
     if draw(st.booleans()):
         total = math.prod(shape)
         ends = sorted({0, total, *draw(st.lists(st.integers(0, total), max_size=4))})
-        return [box for a, b in zip(ends, ends[1:], strict=False) for box in flat_range_boxes(shape, a, b)]
+        return [box for a, b in itertools.pairwise(ends) for box in flat_range_boxes(shape, a, b)]
     boxes = [whole_box(shape)]
     for _ in range(draw(st.integers(0, 4))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
