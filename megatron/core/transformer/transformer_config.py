@@ -1,6 +1,7 @@
 """The model's shape: ModelArchitectureConfig (what is computed) and TransformerConfig (that, plus how it is cut over ranks)."""
 
 import dataclasses
+import math
 
 from megatron.core.config_field import config_field, field_violations
 from megatron.core.errors import ConfigError
@@ -122,6 +123,13 @@ class ModelArchitectureConfig:
             problems.append("group_query_attention=True needs num_query_groups")
         if self.position_embedding_type == "rope" and round(self.head_dim * self.rotary_percent) % 2:
             problems.append(f"rotary_percent={self.rotary_percent:g} of head size {self.head_dim} is not an even number")
+        if self.rope_scaling_type == "yarn" and self.rotary_base <= 1:
+            problems.append(f"rope_scaling_type=yarn needs rotary_base above 1, got {self.rotary_base:g}")
+        if self.rope_scaling_type == "llama3" and self.rope_llama3_high_freq_factor <= self.rope_llama3_low_freq_factor:
+            problems.append(
+                f"rope_llama3_high_freq_factor={self.rope_llama3_high_freq_factor:g} must be above "
+                f"rope_llama3_low_freq_factor={self.rope_llama3_low_freq_factor:g}"
+            )
         if self.recompute_granularity == "full" and (self.recompute_method is None or self.recompute_num_layers is None):
             problems.append("recompute_granularity=full needs recompute_method (uniform or block) and recompute_num_layers")
         if self.recompute_granularity != "full" and self.recompute_method is not None:
@@ -154,6 +162,11 @@ class ModelArchitectureConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return max(64, int(self.hidden_size * 8 / 3 / 64) * 64) if self.gated else 4 * self.hidden_size
+
+    @property
+    def output_init_std(self) -> float:
+        """Initial deviation of the matrices that write to the residual stream (GPT-2, section 2.3)."""
+        return self.init_method_std / math.sqrt(2.0 * self.num_layers) if self.use_scaled_init_method else self.init_method_std
 
     @property
     def rotary_dim(self) -> int:

@@ -1,0 +1,67 @@
+"""GPTEmbedding: token ids (and learned positions) to the first hidden states."""
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.param_init import InitRule, new_parameter
+from megatron.core.param_meta import ParamMeta
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class LearnedPositions(torch.nn.Module):
+    """One trained vector per position, [max_sequence_length, h]."""
+
+    def __init__(self, config: TransformerConfig, max_sequence_length: int, *, device: torch.device | None) -> None:
+        super().__init__()
+        self.weight = new_parameter(
+            (max_sequence_length, config.hidden_size),
+            rule=InitRule(std=config.init_method_std),
+            meta=ParamMeta(),
+            dtype=config.params_dtype,
+            device=device,
+        )
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """position_ids: int64 [...] -> [..., h]."""
+        return F.embedding(position_ids, self.weight)
+
+
+class GPTEmbedding(torch.nn.Module):
+    """Word embedding, plus learned positions where configured, then dropout."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        vocab_size: int,
+        padded_vocab_size: int,
+        max_sequence_length: int,
+        device: torch.device | None,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__()
+        self.dropout = config.hidden_dropout
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size,
+            padded_vocab_size,
+            config.hidden_size,
+            rule=InitRule(std=config.init_method_std),
+            dtype=config.params_dtype,
+            device=device,
+            pg_collection=pg_collection,
+        )
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings: LearnedPositions | None = LearnedPositions(config, max_sequence_length, device=device)
+        else:
+            self.position_embeddings = None
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+        """input_ids: int64 [b, s]; position_ids: int64 [b, s] or None for 0..s-1 -> [s, b, h]."""
+        hidden = self.word_embeddings(input_ids.t())
+        if self.position_embeddings is not None:
+            if position_ids is None:
+                position_ids = torch.arange(input_ids.size(1), device=input_ids.device)[None]
+            hidden = hidden + self.position_embeddings(position_ids.t())
+        return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
