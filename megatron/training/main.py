@@ -53,7 +53,7 @@ def _train(command: CommandLine, environment: Mapping[str, str]) -> int:
             print(f"note: {note}", flush=True)
     device = initialize_distributed(config.launch, launch)
     try:
-        Trainer(config, device=device, groups=create_groups(config.parallel, config.ddp, launch.world_size)).fit()
+        Trainer(config, device=device, groups=create_groups(config.parallel, config.ddp, launch.world_size, config.launch)).fit()
     finally:
         if sys.exc_info()[0] is None:
             shut_down()
