@@ -12,7 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, bin_path, idx_path, merge, optimal_dtype
+from megatron.core.datasets.indexed_dataset import (
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    bin_path,
+    idx_path,
+    merge,
+    optimal_dtype,
+)
 from megatron.core.errors import DataError
 from tests.harness.d0 import d0_documents, write_d0, write_documents
 from tools import count_tokens, merge_datasets
