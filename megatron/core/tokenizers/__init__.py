@@ -52,7 +52,8 @@ def build_tokenizer(
     tokenizer = _build_with_own_size(tokenizer_type, tokenizer_model, vocab_file, merge_file, tiktoken_pattern)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"vocab_size={vocab_size} does not cover the {tokenizer.vocab_size} ids of {tokenizer_type}; leave it out or raise it."
+            f"vocab_size={vocab_size} does not cover the {tokenizer.vocab_size} ids of {tokenizer_type}; "
+            "leave it out or raise it."
         )
     return tokenizer
 

@@ -199,7 +199,9 @@ def check_text(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        raise DataError(f"the text holds a lone surrogate (\\u{code:04x}) at character {error.start}; it is not valid Unicode.") from None
+        raise DataError(
+            f"the text holds a lone surrogate (\\u{code:04x}) at character {error.start}; it is not valid Unicode."
+        ) from None
 
 
 def existing_file(path: str | None, option: str, tokenizer_type: str) -> Path:

@@ -74,7 +74,7 @@ class LibraryTokenizer(Tokenizer):
         return _WindowStreamDecoder(self._library)
 
     def _without_specials(self, text: str, token_ids: list[int]) -> list[int]:
-        """`token_ids`, unless a whole word of `text` is a special token to the model: then its spelling is encoded in two parts."""
+        """`token_ids`, unless a word of `text` is a special token to the model: then its spelling is encoded in two parts."""
         if self._never_from_text.isdisjoint(token_ids) or self._special_pattern is None:
             return token_ids
         split: list[int] = []
@@ -138,7 +138,9 @@ def import_tokenizers(tokenizer_type: str) -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ConfigError(f"{tokenizer_type} needs the package `tokenizers`; install the extra: pip install 'megadlms[hf]'.") from None
+        raise ConfigError(
+            f"{tokenizer_type} needs the package `tokenizers`; install the extra: pip install 'megadlms[hf]'."
+        ) from None
     return tokenizers
 
 

@@ -20,7 +20,18 @@ from megatron.core.tokenizers.base import BytesStreamDecoder, StreamDecoder, Tok
 
 # From tiktoken's own definitions of cl100k_base and o200k_base (MIT licence).
 PATTERNS = {
-    "v1": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
+    "v1": "|".join(
+        [
+            r"""'(?i:[sdmt]|ll|ve|re)""",
+            r"""[^\r\n\p{L}\p{N}]?+\p{L}++""",
+            r"""\p{N}{1,3}+""",
+            r""" ?[^\s\p{L}\p{N}]++[\r\n]*+""",
+            r"""\s++$""",
+            r"""\s*[\r\n]""",
+            r"""\s+(?!\S)""",
+            r"""\s""",
+        ]
+    ),
     "v2": "|".join(
         [
             r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
@@ -92,7 +103,9 @@ def _encoding(name: str, content: _RankFile) -> Any:
     try:
         import tiktoken
     except ImportError:
-        raise ConfigError("TikTokenizer needs the package `tiktoken`; install the extra: pip install 'megadlms[tiktoken]'.") from None
+        raise ConfigError(
+            "TikTokenizer needs the package `tiktoken`; install the extra: pip install 'megadlms[tiktoken]'."
+        ) from None
     missing = [value for value in range(256) if bytes([value]) not in content.ranks]
     if missing:
         raise ConfigError(f"the rank file {name!r} lacks {len(missing)} of the 256 single bytes (first: {missing[0]:#04x}).")

@@ -65,9 +65,18 @@ def byte_level_bpe() -> tokenizers.Tokenizer:
 
 def byte_fallback_bpe() -> tokenizers.Tokenizer:
     """Llama's form of a tokenizer.json: prepended space, byte fallback, decoder that looks at neighbours."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *"\u2581abcdefghijklmnopqrstuvwxyz", "\u2581a"]
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{value:02X}>" for value in range(256)),
+        *"\u2581abcdefghijklmnopqrstuvwxyz",
+        "\u2581a",
+    ]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    library = tokenizers.Tokenizer(models.BPE(vocabulary, [("\u2581", "a")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    library = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [("\u2581", "a")], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     library.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     library.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -125,7 +134,9 @@ def test_neighbour_dependent_decoder_streams_what_it_decodes(tmp_path: Path) -> 
 
 
 def test_sentencepiece_equals_its_library_also_with_normalisation_and_dummy_prefix(tmp_path: Path) -> None:
-    for number, changes in enumerate(({}, {"model_type": "unigram", "vocab_size": 300}, {"byte_fallback": False, "vocab_size": 120})):
+    for number, changes in enumerate(
+        ({}, {"model_type": "unigram", "vocab_size": 300}, {"byte_fallback": False, "vocab_size": 120})
+    ):
         path = write_sentencepiece(tmp_path / f"{number}.model", **changes)
         library = sentencepiece.SentencePieceProcessor(model_file=str(path))
         tokenizer = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(path))
@@ -164,7 +175,9 @@ def test_gpt2_bpe_equals_the_library_with_the_same_files(tmp_path: Path) -> None
 def test_tiktoken_equals_its_library_with_the_same_ranks(tmp_path: Path, pattern: str) -> None:
     ranks = {piece: rank for rank, piece in enumerate(rank_pieces())}
     library = tiktoken.Encoding("tiny", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={})
-    tokenizer = build_tokenizer("TikTokenizer", tokenizer_model=str(write_tiktoken(tmp_path / "t.tiktoken")), tiktoken_pattern=pattern)
+    tokenizer = build_tokenizer(
+        "TikTokenizer", tokenizer_model=str(write_tiktoken(tmp_path / "t.tiktoken")), tiktoken_pattern=pattern
+    )
     assert [tokenizer.tokenize(text) for text in HARD_TEXTS] == [library.encode_ordinary(text) for text in HARD_TEXTS]
     assert (tokenizer.eod, tokenizer.vocab_size) == (262, 263)
 
@@ -176,7 +189,8 @@ def test_patterns_are_tiktokens_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tekken_json_puts_special_tokens_first(tmp_path: Path) -> None:
     entries = [
-        {"rank": rank, "token_bytes": base64.b64encode(piece).decode(), "token_str": None} for rank, piece in enumerate(rank_pieces())
+        {"rank": rank, "token_bytes": base64.b64encode(piece).decode(), "token_str": None}
+        for rank, piece in enumerate(rank_pieces())
     ]
     config = {"pattern": PATTERNS["v1"], "default_num_special_tokens": 10, "default_vocab_size": 10 + len(entries) - 1}
     path = tmp_path / "tekken.json"
@@ -214,7 +228,9 @@ def test_special_word_of_a_whole_word_vocabulary_is_not_found_in_text(tmp_path: 
 def test_post_processor_truncation_padding_and_dropout_of_a_file_change_no_document(tmp_path: Path) -> None:
     library = byte_level_bpe()
     expected = library.encode(TRAINING_TEXT, add_special_tokens=False).ids
-    library.post_processor = processors.TemplateProcessing("<|begin|> $A <|endoftext|>", special_tokens=[("<|begin|>", 1), ("<|endoftext|>", 0)])
+    library.post_processor = processors.TemplateProcessing(
+        "<|begin|> $A <|endoftext|>", special_tokens=[("<|begin|>", 1), ("<|endoftext|>", 0)]
+    )
     library.enable_truncation(7)
     library.enable_padding(length=5)
     library.model.dropout = 0.9
@@ -238,7 +254,10 @@ def test_vocabulary_covers_added_tokens(tmp_path: Path) -> None:
 
 
 def test_bos_is_added_once_when_asked_and_never_otherwise(trained: Path) -> None:
-    for tokenizer in (build_tokenizer("ByteLevelTokenizer"), build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(trained))):
+    for tokenizer in (
+        build_tokenizer("ByteLevelTokenizer"),
+        build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(trained)),
+    ):
         assert tokenizer.tokenize("abc").count(tokenizer.bos) == 0
         assert tokenizer.tokenize("abc", add_bos=True) == [tokenizer.bos, *tokenizer.tokenize("abc")]
 

@@ -28,11 +28,18 @@ def test_training_twice_gives_the_same_files(text_file: Path, tmp_path: Path, mo
         more = ["--model-type", model_type, "--num-threads", "2", "--vocab-size", "305"]
         assert train_tokenizer.main(arguments(text_file, tmp_path / "new folder" / name, *more)) == 0
     for suffix in (".model", ".vocab"):
-        assert (tmp_path / "new folder" / f"one{suffix}").read_bytes() == (tmp_path / "new folder" / f"two{suffix}").read_bytes()
+        assert (tmp_path / "new folder" / f"one{suffix}").read_bytes() == (
+            tmp_path / "new folder" / f"two{suffix}"
+        ).read_bytes()
     assert len((tmp_path / "new folder" / "one.vocab").read_text("utf-8").splitlines()) == 305
     tokenizer = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(tmp_path / "new folder" / "one.model"))
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod, tokenizer.pad) == (305, 1, 2, 3)
-    assert sorted(path.name for path in (tmp_path / "new folder").iterdir()) == ["one.model", "one.vocab", "two.model", "two.vocab"]
+    assert sorted(path.name for path in (tmp_path / "new folder").iterdir()) == [
+        "one.model",
+        "one.vocab",
+        "two.model",
+        "two.vocab",
+    ]
 
 
 def test_jsonl_and_text_of_the_same_lines_give_the_same_model(text_file: Path, tmp_path: Path) -> None:
@@ -59,7 +66,7 @@ def test_very_long_lines_are_learnt_from(tmp_path: Path) -> None:
     ("content", "more", "text"),
     [
         (b"few words", ["--vocab-size", "5000"], "cannot train --vocab-size 5000 on this text: Vocabulary size too high"),
-        (b"few words", ["--vocab-size", "100"], "need at least 261"),
+        (b"few words", ["--vocab-size", "100"], "one character are 261; use more"),
         (b"", [], "no text to learn from"),
         (b"ok\n\xff\n", [], "in.jsonl:2: not a valid line"),
         (b"ok\n", [], "in.jsonl:1: not a valid line"),
