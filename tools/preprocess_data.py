@@ -431,7 +431,7 @@ class Account:
             text = f"{place}: {skipped.kind}: {skipped.detail}"
             if skipped.bad and stop_at_bad_line:
                 raise DataError(
-                    f"{text.rstrip('.')}. Nothing was written; fix the line, or pass --on-bad-line skip to leave such lines out."
+                    f"{text.rstrip('.')}. Nothing was written; fix the line, or pass --on-bad-line skip to leave them out"
                 )
             if skipped.bad and self.skipped < _SHOWN_LINES:
                 print(f"skipped {text}", file=sys.stderr)
