@@ -1,33 +1,44 @@
-"""ProcessGroupCollection: every group a rank belongs to, in one frozen value that is passed to constructors."""
+"""ProcessGroupCollection: the process groups of this rank, in one frozen value that is passed to constructors.
+
+`create_process_groups` makes them from a `RankGrid`. Groups of the same ranks are one group (with cp=1, `dp` and `dp_cp` are the
+same object), and all groups of one rank share one. Groups live until torch.distributed is shut down: a peer may still be reading
+from a group that this rank is done with, so they are kept and reused rather than closed.
+"""
 
 import dataclasses
 import datetime
-from collections.abc import Sequence
-from typing import Optional
+from collections.abc import Mapping
 
-import torch.distributed
+import torch
+import torch.distributed as dist
 
-from megatron.core.rank_grid import RankGrid
+from megatron.core.errors import ParallelStateError
+from megatron.core.rank_grid import Groups, RankGrid
 
-Group = Optional["torch.distributed.ProcessGroup"]
+Group = dist.ProcessGroup | None
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessGroupCollection:
-    """The groups of this rank; all None where torch.distributed is not initialised (one process, nothing to communicate).
+    """This rank's group along each axis; None = this rank alone (or not a member).
 
-    world: all ranks. tp, pp, cp, dp: the axes. dp_cp, tp_cp, tp_dp_cp, mp (tp x pp): products. ep, expt_tp, expt_dp, tp_ep,
-    tp_ep_pp: the expert grid. embd: first and last stage; pos_embd: first stage. intra_dp_cp: data x context parallel ranks of one
-    optimizer instance; inter_dist_opt: equal ranks of all instances.
+    tp, cp, dp, pp: the axes of the grid; dp_cp, tp_cp, tp_dp, tp_dp_cp: their combinations. mp: all ranks of one copy of the
+        model (tp x pp).
+    ep, expt_tp, expt_dp, tp_ep, tp_ep_pp: the same for the expert grid.
+    embd, pos_embd: ranks that hold copies of the tied word embedding, of the position embedding; None elsewhere.
+    intra_dp_cp: the part of dp_cp inside one optimizer instance; inter_dist_opt: ranks with the same shard in other
+        instances; intra_dist_opt: all ranks of one instance.
+    world: all ranks.
+    grid: the layout the groups came from; None for a collection made by hand.
     """
 
-    world: Group = None
     tp: Group = None
-    pp: Group = None
     cp: Group = None
     dp: Group = None
+    pp: Group = None
     dp_cp: Group = None
     tp_cp: Group = None
+    tp_dp: Group = None
     tp_dp_cp: Group = None
     mp: Group = None
     ep: Group = None
@@ -39,100 +50,152 @@ class ProcessGroupCollection:
     pos_embd: Group = None
     intra_dp_cp: Group = None
     inter_dist_opt: Group = None
+    intra_dist_opt: Group = None
+    world: Group = None
+    grid: RankGrid | None = None
+
+    def size(self, name: str) -> int:
+        """Number of ranks of the group `name`; 1 for None."""
+        group = self._group(name)
+        return 1 if group is None else dist.get_world_size(group)
+
+    def rank(self, name: str) -> int:
+        """This rank's position in the group `name`; 0 for None."""
+        group = self._group(name)
+        return 0 if group is None else dist.get_rank(group)
+
+    def ranks(self, name: str) -> list[int]:
+        """Global ranks of the group `name`, in group order; this rank alone for None."""
+        group = self._group(name)
+        if group is None:
+            return [dist.get_rank() if dist.is_initialized() else 0]
+        return dist.get_process_group_ranks(group)
 
     @staticmethod
     def single_process() -> "ProcessGroupCollection":
-        """Every axis of size one."""
-        return ProcessGroupCollection()
+        """The groups of a process that has nobody to communicate with."""
+        return ProcessGroupCollection(grid=RankGrid())
 
     @staticmethod
-    def resolve(given: Optional["ProcessGroupCollection"]) -> "ProcessGroupCollection":
-        """`given`; else what `initialize_model_parallel` installed; else a single process. The one global read in core."""
+    def resolve(given: "ProcessGroupCollection | None") -> "ProcessGroupCollection":
+        """`given`; else what `initialize_model_parallel` installed; else, in a single process, groups of one.
+
+        Raises ParallelStateError when there are several processes and nothing is installed: guessing would leave gradients
+        unreduced.
+        """
         if given is not None:
             return given
-        return _installed if _installed is not None else ProcessGroupCollection.single_process()
+        if _installed is not None:
+            return _installed
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ParallelStateError(
+                f"{dist.get_world_size()} processes run, but no process groups exist; call "
+                "megatron.core.parallel_state.initialize_model_parallel(...) first, or pass pg_collection"
+            )
+        return ProcessGroupCollection.single_process()
 
-    def size(self, name: str) -> int:
-        """Number of ranks in a group; 1 for None."""
-        group = getattr(self, name)
-        return 1 if group is None else torch.distributed.get_world_size(group)
+    def _group(self, name: str) -> Group:
+        if name not in GROUP_NAMES:
+            raise ParallelStateError(f"no process group is called {name!r}; there are {', '.join(GROUP_NAMES)}")
+        return getattr(self, name)
 
-    def rank(self, name: str) -> int:
-        """This rank's position in a group; 0 for None. A rank outside (a middle stage in `embd`) gets -1."""
-        group = getattr(self, name)
-        return 0 if group is None else torch.distributed.get_rank(group)
 
+GROUP_NAMES = tuple(field.name for field in dataclasses.fields(ProcessGroupCollection) if field.name != "grid")
 
 _installed: ProcessGroupCollection | None = None
+_made: dict[tuple[int, ...], Group] = {}
+_made_for: dist.ProcessGroup | None = None
 
 
 def install(groups: ProcessGroupCollection | None) -> None:
-    """Make `groups` what `resolve(None)` returns; None forgets them."""
+    """Make `groups` what `resolve(None)` and `parallel_state` give; None forgets."""
     global _installed
     _installed = groups
 
 
 def installed() -> ProcessGroupCollection | None:
-    """What was installed, if anything."""
+    """What `install` was last called with."""
     return _installed
 
 
 def create_process_groups(
     grid: RankGrid, *, optimizer_instances: int = 1, timeout: datetime.timedelta | None = None
 ) -> ProcessGroupCollection:
-    """All groups of this rank on `grid`; a collective that every rank calls. Equal sets of ranks share one group.
+    """The groups of a grid. Collective: all ranks call it with the same arguments.
 
-    Without torch.distributed it returns `single_process()`; the grid must then have one rank.
+    optimizer_instances: copies of the distributed optimizer (`num_distributed_optimizer_instances`).
+    timeout: of each group; None = that of the group of all ranks.
+
+    Without torch.distributed the grid must be of one rank. Raises ConfigError or ParallelStateError for a grid that does not fit.
     """
-    if not torch.distributed.is_initialized():
-        assert grid.world_size == 1, "more than one rank needs torch.distributed"
+    plan = group_plan(grid, optimizer_instances)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if grid.world_size != world_size:
+        raise ParallelStateError(f"the layout has {grid.world_size} ranks, but {world_size} process(es) run")
+    if not dist.is_initialized():
         return ProcessGroupCollection.single_process()
-    maker = _GroupMaker(timeout)
-    intra, inter = grid.optimizer_instance_groups(optimizer_instances)
-    return ProcessGroupCollection(
-        world=maker.make([list(range(grid.world_size))]),
-        tp=maker.make(grid.groups("tp")),
-        pp=maker.make(grid.groups("pp")),
-        cp=maker.make(grid.groups("cp")),
-        dp=maker.make(grid.groups("dp")),
-        dp_cp=maker.make(grid.groups("dp-cp")),
-        tp_cp=maker.make(grid.groups("tp-cp")),
-        tp_dp_cp=maker.make(grid.groups("tp-dp-cp")),
-        mp=maker.make(grid.groups("tp-pp")),
-        ep=maker.make(grid.groups("ep", expert=True)),
-        expt_tp=maker.make(grid.groups("tp", expert=True)),
-        expt_dp=maker.make(grid.groups("dp", expert=True)),
-        tp_ep=maker.make(grid.groups("tp-ep", expert=True)),
-        tp_ep_pp=maker.make(grid.groups("tp-ep-pp", expert=True)),
-        embd=maker.make(grid.embedding_groups()),
-        pos_embd=maker.make(grid.position_embedding_groups()),
-        intra_dp_cp=maker.make(intra),
-        inter_dist_opt=maker.make(inter),
-    )
+    _forget_groups_of_another_world()
+    timeout = _world_timeout() if timeout is None else timeout
+    own: dict[str, Group] = {}
+    for name, all_ranks in plan.items():
+        for ranks in all_ranks:
+            group = _group_of(tuple(ranks), timeout, name)
+            if dist.get_rank() in ranks:
+                own[name] = group
+    return ProcessGroupCollection(world=dist.group.WORLD, grid=grid, **own)
 
 
-class _GroupMaker:
-    """Creates each distinct set of ranks once; every rank walks the same list, as new_group demands."""
+def group_plan(grid: RankGrid, optimizer_instances: int = 1) -> Mapping[str, Groups]:
+    """All groups of all ranks by field name, in the order in which they are created. Pure."""
+    intra, inter, members = grid.optimizer_instance_groups(optimizer_instances)
+    return {
+        "dp_cp": grid.groups("dp-cp"),
+        "dp": grid.groups("dp"),
+        "cp": grid.groups("cp"),
+        "tp": grid.groups("tp"),
+        "pp": grid.groups("pp"),
+        "mp": grid.groups("tp-pp"),
+        "tp_cp": grid.groups("tp-cp"),
+        "tp_dp": grid.groups("tp-dp"),
+        "tp_dp_cp": grid.groups("tp-dp-cp"),
+        "embd": grid.embedding_groups(),
+        "pos_embd": grid.position_embedding_groups(),
+        "ep": grid.expert_groups("ep"),
+        "expt_tp": grid.expert_groups("tp"),
+        "expt_dp": grid.expert_groups("dp"),
+        "tp_ep": grid.expert_groups("tp-ep"),
+        "tp_ep_pp": grid.expert_groups("tp-ep-pp"),
+        "intra_dp_cp": intra,
+        "inter_dist_opt": inter,
+        "intra_dist_opt": members,
+    }
 
-    def __init__(self, timeout: datetime.timedelta | None) -> None:
-        self.timeout = timeout
-        self.rank = torch.distributed.get_rank()
-        everyone = tuple(range(torch.distributed.get_world_size()))
-        self.made: dict[tuple[int, ...], Group] = {everyone: torch.distributed.group.WORLD}
 
-    def make(self, groups: Sequence[Sequence[int]]) -> Group:
-        """This rank's group among `groups`; None if it is in none of them."""
-        own: Group = None
-        for ranks in groups:
-            key = tuple(ranks)
-            if key not in self.made:
-                self.made[key] = self._new(key)
-            if self.rank in key:
-                own = self.made[key]
-        return own
+def _group_of(ranks: tuple[int, ...], timeout: datetime.timedelta, name: str) -> Group:
+    """The group of these ranks, made at the first call; every rank calls, members or not. None for a rank that is no member."""
+    if len(ranks) == 1 and ranks[0] != dist.get_rank():
+        return None
+    if ranks not in _made:
+        group = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            use_local_synchronization=len(ranks) == 1,  # nobody else takes part
+            group_desc=f"{name}:{'-'.join(map(str, ranks))}" if len(ranks) <= 16 else name,
+        )
+        _made[ranks] = group if dist.get_rank() in ranks else None
+    return _made[ranks]
 
-    def _new(self, ranks: tuple[int, ...]) -> Group:
-        if len(ranks) == 1 and ranks[0] != self.rank:  # a group of one concerns nobody else
-            return None
-        alone = len(ranks) == 1
-        return torch.distributed.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=alone)
+
+def _forget_groups_of_another_world() -> None:
+    global _made_for
+    if _made_for is not dist.group.WORLD:
+        _made.clear()
+        _made_for = dist.group.WORLD
+
+
+def _world_timeout() -> datetime.timedelta:
+    """The timeout that init_process_group was given."""
+    world = dist.group.WORLD
+    assert world is not None
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    return world._get_backend(device).options._timeout
