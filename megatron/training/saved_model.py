@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import tempfile
 from pathlib import Path
 
 import torch
@@ -51,11 +52,26 @@ def find_saved_model(directory: str | Path, step: int | None = None) -> SavedMod
     Raises CheckpointError if there is no complete step, ConfigError if configuration or tokenizer cannot be used.
     """
     root, step = _split(Path(directory), step)
-    config = one_process(load_run_config(["--config", str(_config_file(root))]).config)
-    iteration = CheckpointStore(root).latest_complete() if step is None else step
+    store = CheckpointStore(root)
+    iteration = store.latest_complete() if step is None else step
     if iteration is None:
         raise CheckpointError(f"{root} holds no checkpoint; give the folder that --save named")
+    config = one_process(_saved_config(store, iteration))
     return SavedModel(root, iteration, config, saved_tokenizer(config, root / "tokenizer"))
+
+
+def _saved_config(store: CheckpointStore, iteration: int) -> RunConfig:
+    """From config.yaml of the save directory; where that is missing, from the copy that each checkpoint has of it."""
+    file = store.directory / "config.yaml"
+    if file.is_file():
+        return load_run_config(["--config", str(file)]).config
+    text = store.read_common(iteration).get("config")
+    if not isinstance(text, str):
+        raise ConfigError(f"{file} is missing, and step {iteration} holds no copy of it; copy the run's config.yaml there")
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "config.yaml"
+        copy.write_text(text, encoding="utf-8")
+        return load_run_config(["--config", str(copy)]).config
 
 
 def one_process(config: RunConfig) -> RunConfig:
@@ -108,13 +124,6 @@ def _split(directory: Path, step: int | None) -> tuple[Path, int | None]:
     if step is not None and step != int(named[1]):
         raise ConfigError(f"step {step} is asked for, but {directory} is the checkpoint of step {int(named[1])}")
     return directory.resolve().parent, int(named[1])
-
-
-def _config_file(root: Path) -> Path:
-    file = root / "config.yaml"
-    if not file.is_file():
-        raise ConfigError(f"{root} has no config.yaml, which a run writes beside its checkpoints; give a run's save directory")
-    return file
 
 
 def _positions(config: RunConfig, wanted: int) -> int:

@@ -155,12 +155,37 @@ def test_unknown_options_are_one_line_too(capsys: pytest.CaptureFixture[str]) ->
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_folder_without_a_run_or_without_a_checkpoint_is_named(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no config\.yaml"):
-        find_saved_model(tmp_path)
-    save_run(tmp_path / "run", steps=())
+def test_folder_without_a_checkpoint_or_configuration_is_named(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        find_saved_model(tmp_path)
+    save_run(tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"config\.yaml is missing, and step 3 holds no copy of it"):
         find_saved_model(tmp_path / "run")
+
+
+def test_configuration_comes_from_the_checkpoint_where_the_file_is_missing(tmp_path: pathlib.Path) -> None:
+    save_run(tmp_path / "run")
+    expected = find_saved_model(tmp_path / "run")
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    tensors = model_sharded_tensors(expected.load(torch.device("cpu")), alone())
+    CheckpointStore(tmp_path / "run").save(4, tensors.values(), {"config": text})
+    (tmp_path / "run" / "config.yaml").unlink()
+    assert find_saved_model(tmp_path / "run").config == expected.config
+
+
+def test_tokenizer_files_beside_the_checkpoint_are_used(tmp_path: pathlib.Path) -> None:
+    save_run(tmp_path / "run", vocab_size=None, tokenizer_type="HuggingFaceTokenizer", tokenizer_model="/gone/tokenizer.json")
+    with pytest.raises(ConfigError, match=r"/gone/tokenizer\.json"):
+        find_saved_model(tmp_path / "run")
+    words = {"[UNK]": 0, "</s>": 1, "a": 2}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "[UNK]"}
+    added = [{"id": 1, "content": "</s>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}]
+    (tmp_path / "run" / "tokenizer").mkdir()
+    (tmp_path / "run" / "tokenizer" / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "added_tokens": added, "model": model, "pre_tokenizer": {"type": "Whitespace"}})
+    )
+    assert find_saved_model(tmp_path / "run").tokenizer.tokenize("a") == [2]
 
 
 def test_parallel_sizes_of_the_run_do_not_matter(tmp_path: pathlib.Path) -> None:
