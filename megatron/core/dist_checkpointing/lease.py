@@ -54,7 +54,7 @@ def acquire(directory: Path) -> None:
 def release(directory: Path) -> None:
     """Give back one use of the lease; the last one frees the lock. The lock file stays (removing it would race)."""
     key = directory.resolve()
-    descriptor, users = _held.pop(key)
+    descriptor, users = _held.pop(key)  # acquired before: our own invariant
     if users > 1:
         _held[key] = (descriptor, users - 1)
     else:

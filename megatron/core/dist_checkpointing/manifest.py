@@ -197,6 +197,7 @@ def _parse_piece(entry: Any, dtype: str) -> PieceEntry:
 
 def _check_references(manifest: Manifest) -> None:
     used: set[tuple[str, str]] = set()
+    space = {name: entry.bytes for name, entry in manifest.files.items()}
     for name, entry in manifest.tensors.items():
         if entry.alias_of is not None:
             base = manifest.tensors.get(entry.alias_of)
@@ -208,3 +209,6 @@ def _check_references(manifest: Manifest) -> None:
             if (piece.file, piece.key) in used:
                 raise ValueError(f"{piece.file}: {piece.key[:200]} is used twice")
             used.add((piece.file, piece.key))
+            space[piece.file] -= piece.box.numel * item_size(entry.dtype)
+            if space[piece.file] < 0:
+                raise ValueError(f"{piece.file}: its pieces are larger than the file")

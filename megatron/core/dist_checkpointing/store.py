@@ -13,6 +13,7 @@ import datetime
 import logging
 import platform
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,7 +84,7 @@ class CheckpointStore:
         self.directory = Path(directory)
         self.keep_last = keep_last
         self._group = group
-        self._leased = False
+        self._lease: weakref.finalize | None = None  # type: ignore[type-arg]
 
     # ---------------------------------------------------------------------------------------------------------- lease
 
@@ -92,21 +93,21 @@ class CheckpointStore:
 
         Raises CheckpointError on rank 0 if another run holds the lease or the directory cannot be written.
         """
-        if self._rank() != 0 or self._leased:
+        if self._rank() != 0 or self._lease is not None:
             return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             lease.acquire(self.directory)
-            self._leased = True
+            self._lease = weakref.finalize(self, lease.release, self.directory.resolve())
             steps.clean_up(self.directory)
         except OSError as error:
             raise CheckpointError(f"cannot write to the save directory {self.directory}: {durable.explain(error)}") from error
 
     def release(self) -> None:
-        """Give the lease back (it ends with the process in any case)."""
-        if self._leased:
-            lease.release(self.directory)
-            self._leased = False
+        """Give the lease back. It ends in any case with this object or the process."""
+        if self._lease is not None:
+            self._lease()
+            self._lease = None
 
     # ----------------------------------------------------------------------------------------------------------- save
 
@@ -246,14 +247,22 @@ class CheckpointStore:
             if not found:
                 return None
             raise CheckpointError(f"{self.directory} holds no complete checkpoint: " + "; ".join(str(p) for p in broken.values()))
-        newer = {iteration: problem for iteration, problem in broken.items() if iteration > best.iteration}
+        ahead = {step.iteration for step in found[: found.index(best)]}
+        newer = {n: problem for n, problem in broken.items() if n in ahead or n > best.iteration}
         pointer = steps.read_pointer(self.directory)
         if pointer is not None and pointer > best.iteration and pointer not in newer:
             newer[pointer] = f"{steps.step_name(pointer)}, which {steps.POINTER_NAME} names, is missing"
         if not newer:
             return Loadable(best.iteration, None)
-        reasons = "; ".join(f"step {iteration} cannot be loaded ({problem})" for iteration, problem in sorted(newer.items()))
-        return Loadable(best.iteration, f"{reasons}; going back to step {best.iteration}: {max(newer) - best.iteration} steps are lost")
+        reasons = "; ".join(f"step {n} cannot be loaded ({problem})" for n, problem in sorted(newer.items()))
+        lost = max(0, max(newer) - best.iteration)
+        return Loadable(best.iteration, f"{reasons}; going back to step {best.iteration}: {lost} steps are lost")
+
+    def step_manifest(self, iteration: int) -> Manifest:
+        """The checked manifest of a complete step. *Collective*; raises CheckpointError on all ranks if any cannot read it."""
+        read: list[Manifest] = []
+        self._together(lambda: read.append(self._reader(iteration).manifest), f"step {iteration} cannot be read")
+        return read[0]
 
     def load(self, iteration: int, tensors: Iterable[ShardedTensor]) -> None:
         """Fill the pieces of `tensors` in place, whatever layout wrote the step. *Collective.*
