@@ -348,7 +348,8 @@ def test_leftovers_of_killed_runs_are_removed_at_the_start_and_an_interrupted_re
 HOLD = """
 import sys
 from megatron.core.dist_checkpointing.store import CheckpointStore
-CheckpointStore(sys.argv[1]).acquire()
+store = CheckpointStore(sys.argv[1])
+store.acquire()
 print("held", flush=True)
 sys.stdin.read()
 """
