@@ -197,5 +197,5 @@ def _world_timeout() -> datetime.timedelta:
     """The timeout that init_process_group was given."""
     world = dist.group.WORLD
     assert world is not None
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
     return world._get_backend(device).options._timeout
