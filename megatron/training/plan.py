@@ -26,9 +26,13 @@ class TrainingPlan:
     def of(config: RunConfig, data_parallel_size: int) -> "TrainingPlan":
         """The plan of a configuration for a number of data-parallel ranks."""
         training, scheduler = config.training, config.scheduler
-        batch = training.global_batch_size or training.micro_batch_size * data_parallel_size
+        batch = config.global_batch_size(data_parallel_size)
         calculator = NumMicroBatches(batch, training.micro_batch_size, data_parallel_size, training.rampup_batch_size)
-        iters, samples = _length(calculator, training.train_iters, training.train_samples)
+        if training.train_iters is not None:
+            iters = training.train_iters
+        else:
+            iters = calculator.iterations_for(training.train_samples or 0)
+        samples = calculator.samples_after(iters)
 
         def in_samples(given_samples: int | None, given_iters: int | None) -> int | None:
             return given_samples if given_samples is not None else None if given_iters is None else given_iters * batch
@@ -46,16 +50,3 @@ class TrainingPlan:
         """Samples of the step that starts after `consumed_samples`."""
         return self.calculator.global_batch_size(consumed_samples)
 
-
-def _length(calculator: NumMicroBatches, train_iters: int | None, train_samples: int | None) -> tuple[int, int]:
-    """(steps, samples) of the run; a tail smaller than a global batch is not trained on."""
-    iters, samples = 0, 0
-    while train_iters is None or iters < train_iters:
-        batch = calculator.global_batch_size(samples)
-        if calculator.rampup_over(samples):
-            left = train_iters - iters if train_iters is not None else max(0, (train_samples or 0) - samples) // batch
-            return iters + left, samples + left * batch
-        if train_samples is not None and samples + batch > train_samples:
-            break
-        iters, samples = iters + 1, samples + batch
-    return iters, samples

@@ -22,6 +22,8 @@ class TrainState:
     floating_point_operations: float = 0.0
     logged_loss_sum: float = 0.0
     logged_loss_tokens: int = 0
+    logged_skipped: int = 0
+    logged_nan: int = 0
     evaluated_iteration: int = 0
 
     def as_dict(self) -> dict[str, int | float]:

@@ -104,6 +104,14 @@ class Trainer:
         if config.training.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         self.tokenizer: Tokenizer = on_all_ranks(lambda: build_run_tokenizer(config))
+        self.data: TrainingData = build_data(
+            config,
+            self.tokenizer,
+            dp_rank=groups.rank("dp"),
+            dp_size=groups.size("dp"),
+            train_samples=self.plan.train_samples,
+            calculator=self.plan.calculator,
+        )
         self.model = self._build_model(model_builder)
         self.optimizer = self._build_optimizer()
         self.scheduler = self._build_scheduler()
@@ -114,14 +122,6 @@ class Trainer:
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             groups=groups,
-        )
-        self.data: TrainingData = build_data(
-            config,
-            self.tokenizer,
-            dp_rank=groups.rank("dp"),
-            dp_size=groups.size("dp"),
-            train_samples=self.plan.train_samples,
-            calculator=self.plan.calculator,
         )
         self._flops_per_token = flops_per_token(config.transformer_config(), config.data.seq_length, self._padded_vocab())
         self._accumulator = self._new_accumulator()
@@ -180,6 +180,8 @@ class Trainer:
             peak_tflops=peak_tflops(self.device, dtype, self.config.logging.peak_tflops) if self.rank == 0 else None,
             loss_sum=self.state.logged_loss_sum,
             tokens=self.state.logged_loss_tokens,
+            skipped=self.state.logged_skipped,
+            nan=self.state.logged_nan,
         )
 
     def _open_logs(self) -> RunLogger:
@@ -191,7 +193,7 @@ class Trainer:
                 pathlib.Path(save).mkdir(parents=True, exist_ok=True)
                 _write_atomically(pathlib.Path(save) / "config.yaml", dump_yaml(self.config))
                 copy_tokenizer_files(self.tokenizer, save)
-            return build_loggers(self.config, self.rank, self.plan.train_iters, self.state.iteration)
+            return build_loggers(self.config, self.rank, self.plan.train_iters, self.state.iteration, self.world_size)
 
         return on_all_ranks(open_)
 
@@ -253,7 +255,7 @@ class Trainer:
 
         Returns the step's global result and, when any rank was asked to stop, the reason all ranks agreed on.
         """
-        self.model.zero_grad_buffer()
+        self.model.zero_grad_buffer(overwrite=True)
         self.optimizer.zero_grad()
         loss_sum, tokens = self._forward_backward(batches)
         finalize_model_grads([self.model], tokens)
@@ -360,6 +362,8 @@ class Trainer:
             floating_point_operations=state.floating_point_operations + tokens * self._flops_per_token,
             logged_loss_sum=state.logged_loss_sum + result.loss_sum,
             logged_loss_tokens=state.logged_loss_tokens + result.tokens,
+            logged_skipped=state.logged_skipped + result.skipped,
+            logged_nan=state.logged_nan + result.nan,
         )
         self._accumulator.add(
             result,
@@ -371,6 +375,7 @@ class Trainer:
         )
 
     def _log_if_due(self) -> None:
+        self.loggers.advance(self.state.iteration)
         if self.state.iteration % self.config.logging.log_interval and self.state.iteration != self.plan.train_iters:
             return
         metrics = self._accumulator.flush(
@@ -380,7 +385,7 @@ class Trainer:
             peak_memory_bytes=_peak_memory(self.device),
         )
         self.loggers.log_step(metrics)
-        self.state = dataclasses.replace(self.state, logged_loss_sum=0.0, logged_loss_tokens=0)
+        self.state = dataclasses.replace(self.state, logged_loss_sum=0.0, logged_loss_tokens=0, logged_skipped=0, logged_nan=0)
 
     # -------------------------------------------------------------------------------------------------- evaluation
 
@@ -407,7 +412,7 @@ class Trainer:
         finally:
             self.model.train()
         loss = loss_sum / max(tokens, 1) if finite else math.nan
-        metrics = EvalMetrics(self.state.iteration, split, loss, math.exp(min(loss, 700.0)), tokens)
+        metrics = EvalMetrics(self.state.iteration, split, loss, math.exp(min(loss, 700.0)), tokens, self.state.consumed_samples)
         if split == "validation":
             self.state = dataclasses.replace(self.state, evaluated_iteration=self.state.iteration)
         self.loggers.log_eval(metrics)
