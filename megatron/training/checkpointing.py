@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.store import CheckpointStore
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.errors import CheckpointError
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import WIDE_DTYPES
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.seeding import derive_seed
@@ -121,11 +122,11 @@ def save_training_checkpoint(
 def _state_to_save(
     model_chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None, groups: ProcessGroupCollection
 ) -> tuple[list[ShardedTensor], dict[str, str]]:
-    """Tensors to store, and the main params that are aliases of fp32 model parameters."""
+    """Tensors to store, and the main params that are aliases of fp32 (or wider) model parameters."""
     model = _model_tensors(model_chunks, groups)
     tensors, aliases = list(model.values()), {}
     for name, tensor in {} if optimizer is None else optimizer.sharded_state_dict().items():
-        twin = _fp32_twin(name, model)
+        twin = _wide_twin(name, model)
         if twin is None:
             tensors.append(tensor)
             continue
@@ -144,10 +145,10 @@ def _model_tensors(model_chunks: Sequence[torch.nn.Module], groups: ProcessGroup
     return tensors
 
 
-def _fp32_twin(name: str, model: Mapping[str, ShardedTensor]) -> ShardedTensor | None:
-    """The fp32 model parameter that an optimizer value is equal to by construction; None if there is none."""
+def _wide_twin(name: str, model: Mapping[str, ShardedTensor]) -> ShardedTensor | None:
+    """The wide model parameter that an optimizer value is equal to by construction; None if there is none."""
     twin = model.get(f"model.{name.removeprefix(MAIN_PARAM)}") if name.startswith(MAIN_PARAM) else None
-    return twin if twin is not None and twin.dtype == torch.float32 else None
+    return twin if twin is not None and twin.dtype in WIDE_DTYPES else None
 
 
 def _region_of(tensor: ShardedTensor, piece: Piece) -> torch.Tensor | None:
@@ -293,7 +294,7 @@ def _rng_targets(manifest: Manifest, layout: Mapping[str, int | str]) -> dict[st
 
 
 def _without_shared(tensor: ShardedTensor, model: Mapping[str, ShardedTensor]) -> ShardedTensor:
-    twin = _fp32_twin(tensor.name, model)
+    twin = _wide_twin(tensor.name, model)
     if twin is None:
         return tensor
     return dataclasses.replace(tensor, pieces=tuple(_not_in(twin, tensor.pieces)))
