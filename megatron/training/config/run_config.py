@@ -1,8 +1,9 @@
 """RunConfig: the one configuration tree of a run. Each section owns its fields; loaders, flags, docs are generated from it."""
 
 import dataclasses
+from collections.abc import Iterator
 
-from megatron.core.config_field import config_field, field_violations
+from megatron.core.config_field import config_field, field_info, field_violations
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -25,7 +26,7 @@ class LaunchConfig(Section):
     """How processes find each other. Section `launch`."""
 
     distributed_backend: str = config_field(
-        "auto", choices=("auto", "nccl", "gloo"), help="Collective backend; auto = nccl on CUDA, gloo on CPU."
+        "auto", choices=("auto", "nccl", "gloo"), help="auto = nccl where there is a GPU, else gloo; gloo computes on the CPU."
     )
     distributed_timeout_minutes: float = config_field(
         10.0, exclusive_minimum=0, unit="minutes", help="A collective that takes longer ends the run."
@@ -96,7 +97,9 @@ class SchedulerConfig(Section):
         "constant", choices=("constant", "linear", "cosine"), help="How weight decay goes from start to end."
     )
     override_opt_param_scheduler: bool = config_field(
-        False, help="Take the schedule from this configuration, not from the checkpoint."
+        False,
+        flag="--override-opt_param-scheduler",
+        help="Take the schedule from this configuration, not from the checkpoint.",
     )
 
 
@@ -206,7 +209,69 @@ class RunConfig:
     objective: ObjectiveConfig
     launch: LaunchConfig
 
+    def __post_init__(self) -> None:
+        problems = list(_linked_mismatches(self))
+        if self.optimizer.overlap_param_gather_with_optimizer_step and not self.ddp.overlap_param_gather:
+            problems.append("overlap_param_gather_with_optimizer_step=True needs overlap_param_gather=True")
+        if problems:
+            raise ConfigError("; ".join(problems))
+
     def transformer_config(self) -> TransformerConfig:
         """Architecture and parallel sizes as the one value that model code takes."""
         fields = {f.name: getattr(part, f.name) for part in (self.model, self.parallel) for f in dataclasses.fields(part)}
         return TransformerConfig(**fields)
+
+    def optimizer_config(self) -> OptimizerConfig:
+        """What `get_megatron_optimizer` takes; precision and sharding agree with the other sections by construction."""
+        return self.optimizer
+
+    def ddp_config(self, data_parallel_size: int) -> DistributedDataParallelConfig:
+        """What `DistributedDataParallel` takes on that many data-parallel ranks (context parallelism included).
+
+        Derived as in Megatron: bf16 reduces gradients in fp32; the default bucket grows with the ranks; fp16 leaves non-finite
+        gradients to the loss scaler.
+        """
+        bucket = self.ddp.bucket_size or max(40_000_000, 1_000_000 * data_parallel_size)
+        return dataclasses.replace(
+            self.ddp,
+            grad_reduce_in_fp32=self.ddp.grad_reduce_in_fp32 or self.parallel.bf16,
+            check_for_nan_in_grad=self.ddp.check_for_nan_in_grad and not self.parallel.fp16,
+            bucket_size=bucket,
+        )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that read different samples. Raises ConfigError where the parallel sizes do not divide the ranks."""
+        parallel = self.parallel
+        tp, pp, cp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+        if world_size % (tp * pp * cp):
+            raise ConfigError(
+                f"{world_size} ranks cannot be divided by tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} "
+                f"x context_parallel_size={cp} (= {tp * pp * cp}); start a multiple of that or change the sizes"
+            )
+        dp, ep = world_size // (tp * pp * cp), parallel.expert_model_parallel_size
+        if dp % ep:
+            raise ConfigError(f"expert_model_parallel_size={ep} does not divide the data-parallel size {dp}")
+        return dp
+
+    def global_batch_size(self, data_parallel_size: int) -> int:
+        """Samples per step over all ranks, at the end of a ramp-up."""
+        return self.training.global_batch_size or self.training.micro_batch_size * data_parallel_size
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Longest sequence in tokens that the model can represent."""
+        return self.model.max_position_embeddings or self.data.seq_length
+
+
+def _linked_mismatches(config: RunConfig) -> Iterator[str]:
+    """Values that two sections carry and that differ."""
+    for section in dataclasses.fields(config):
+        part = getattr(config, section.name)
+        for field in dataclasses.fields(part):
+            linked = field_info(field).linked
+            if linked is None:
+                continue
+            owner, name = linked.split(".")
+            value, owned = getattr(part, field.name), getattr(getattr(config, owner), name)
+            if value != owned:
+                yield f"{section.name}.{field.name}={value!r} but {linked}={owned!r}: they are one value; set both alike"
