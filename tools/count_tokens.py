@@ -44,7 +44,9 @@ def counts(prefix: str) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code: 0 done, 2 wrong options or damaged data."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("prefixes", metavar="PREFIX", nargs="+", help="path of a .bin/.idx pair without suffix")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     options = parser.parse_args(argv)

@@ -33,7 +33,9 @@ def prefixes_in(folder: str) -> list[str]:
     stems = {suffix: {p.stem for p in Path(folder).glob(f"*{suffix}")} for suffix in (".bin", ".idx")}
     alone = sorted(stems[".bin"] ^ stems[".idx"], key=natural_key)
     if alone:
-        raise DataError(f"in {folder} only one of .bin and .idx is there for: {', '.join(alone)}; remove or complete these pairs")
+        raise DataError(
+            f"in {folder} only one of .bin and .idx is there for: {', '.join(alone)}; remove or complete these pairs"
+        )
     if not stems[".bin"]:
         raise DataError(f"{folder} holds no .bin/.idx pairs")
     return [os.path.join(folder, stem) for stem in sorted(stems[".bin"], key=natural_key)]
@@ -41,7 +43,9 @@ def prefixes_in(folder: str) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code: 0 done, 2 wrong options or data."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", metavar="FOLDER", help="folder whose pairs are merged in natural order")
     source.add_argument("--inputs", metavar="PREFIX", nargs="+", help="prefixes, merged in this order")

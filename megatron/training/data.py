@@ -1,6 +1,6 @@
-"""TrainingData: the microbatches of a step, from files to tensors, on this rank. Its position is the consumed samples, nothing else.
+"""TrainingData: the microbatches of a step on this rank, from files to tensors; its position is the consumed samples alone.
 
-    consumed samples -> sampler (this rank's ids) -> GPT data set -> batch tensors      (loader processes run ahead in this order)
+    consumed samples -> sampler (this rank's ids) -> GPT data set -> batch tensors    (loader processes run ahead in this order)
 
 Loader processes leave signals to the trainer, and end with it. Which samples a step holds does not depend on them.
 """
@@ -123,8 +123,8 @@ def build_data(
 class TrainingData:
     """A run's three data sets as microbatches of one data-parallel rank.
 
-    A microbatch: tokens, labels, position_ids (and document_ids with reset_attention_mask) int64 [b, s], loss_mask float32 [b, s],
-    sample_ids int64 [b], with b = micro_batch_size, on the CPU.
+    A microbatch: tokens, labels, position_ids (and document_ids with reset_attention_mask) int64 [b, s], loss_mask float32
+    [b, s], sample_ids int64 [b], with b = micro_batch_size, on the CPU.
     num_workers: loader processes that read ahead; 0 = read when asked (also in a daemonic process, which may have no children).
     """
 

@@ -1,4 +1,4 @@
-"""Time of the sample index: 5 M documents into samples of 2048 tokens, and a blend of 5 M samples; best and range of some rounds.
+"""Time of the sample index: 5 M documents into samples of 2048 tokens, and a blend of 5 M samples; best of some rounds, range.
 
     python scripts/bench/bench_data_index.py [--documents 5000000] [--seq-length 2048] [--rounds 5]
 

@@ -28,7 +28,9 @@ class BlendedDataset:
     dataset_index: int16 or int32 [samples]; sample_index: int64 [samples]; see `index_helpers.blending_indices`.
     """
 
-    def __init__(self, datasets: Sequence[SampleDataset], dataset_index: npt.NDArray[Any], sample_index: npt.NDArray[Any]) -> None:
+    def __init__(
+        self, datasets: Sequence[SampleDataset], dataset_index: npt.NDArray[Any], sample_index: npt.NDArray[Any]
+    ) -> None:
         assert len(dataset_index) == len(sample_index)
         self.datasets = list(datasets)
         self.dataset_index = dataset_index

@@ -60,7 +60,7 @@ class Blend:
         if len(words) % 2 == 0 and all(numbers[::2]) and not any(numbers[1::2]):
             return Blend(tuple(words[1::2]), tuple(float(word) for word in words[::2]))
         raise ConfigError(
-            f"data path {' '.join(words)!r} mixes weights and prefixes; give WEIGHT PREFIX pairs for every data set, or no weight"
+            f"data path {' '.join(words)!r} mixes weights and prefixes; give a WEIGHT before every PREFIX, or before none"
         )
 
 
@@ -143,7 +143,12 @@ class GPTDataset:
     """
 
     def __init__(
-        self, tokens: IndexedDataset, index: GPTIndex, sample_format: SampleFormat, num_samples: int, vocab_size: int | None = None
+        self,
+        tokens: IndexedDataset,
+        index: GPTIndex,
+        sample_format: SampleFormat,
+        num_samples: int,
+        vocab_size: int | None = None,
     ) -> None:
         assert num_samples <= index.num_samples
         self.tokens = tokens
@@ -156,7 +161,7 @@ class GPTDataset:
         return self.num_samples
 
     def spans(self, index: int) -> list[Span]:
-        """The pieces of documents that make up a sample, in order; seq_length + 1 tokens in all (fewer only in a padded sample)."""
+        """The pieces of documents that make up a sample, in order; seq_length + 1 tokens in all (fewer in a padded sample)."""
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
         row = int(self.index.shuffle_index[index])
@@ -167,7 +172,7 @@ class GPTDataset:
         return [Span(d, a, b) for d, a, b in zip(documents, starts, stops, strict=True) if b > a]
 
     def ids(self, index: int) -> npt.NDArray[np.int64]:
-        """The token ids of a sample, int64 [seq_length + 1] (fewer only in a padded sample). DataError for ids not in the vocabulary."""
+        """The token ids of a sample, int64 [seq_length + 1] (fewer in a padded one). DataError for ids not in the vocabulary."""
         pieces = [self.tokens.get(span.document, span.start, span.stop - span.start) for span in self.spans(index)]
         ids = np.concatenate(pieces).astype(np.int64, copy=False)
         low, high = int(ids.min()), int(ids.max())
@@ -199,7 +204,7 @@ class _Source:
 
 @dataclasses.dataclass(frozen=True)
 class _SplitPlan:
-    """One split: its sources, their weights (None = one source, or in proportion to size), the samples asked for (None = one pass)."""
+    """One split: its sources, their weights (None = by size), the samples asked for (None = one pass)."""
 
     name: str
     sources: tuple[_Source, ...]
@@ -212,8 +217,8 @@ def build_gpt_datasets(
 ) -> list[AnyGPTDataset | None]:
     """The train, valid and test data sets with exactly `sizes` samples each (None = one pass over the data).
 
-    None where a split has no share, no samples were asked for, or (valid and test only, with a warning) its share of the documents
-    holds no tokens. Raises ConfigError or DataError on every rank alike.
+    None where a split has no share, where no samples were asked for, or (valid and test only, with a warning) where its share of
+    the documents holds no tokens. Raises ConfigError or DataError on every rank alike.
     """
     coordinator = coordinator or SingleProcess()
     if config.mock:

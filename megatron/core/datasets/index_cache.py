@@ -4,8 +4,8 @@
         "MEGAIDX1" | header length u64 | CRC-32 of the header u32 | header JSON | arrays, each at a multiple of 64 bytes
 
 The key is a description of everything the arrays depend on, so a file is never out of date; another time stamp or path changes
-nothing. A file appears complete under its name (written aside, fsync, rename), is checked by size and CRC-32 when loaded, and is
-rebuilt when damaged. Builders on one file system take turns by a file lock, which the kernel frees if its holder dies; whoever
+nothing. A file appears complete under its name (written aside, fsync, rename), is checked by size and CRC-32 when loaded, and
+is rebuilt when damaged. Builders on one file system take turns by a file lock, which the kernel frees if its holder dies; whoever
 gets the lock second finds the file. A folder that cannot be written costs a warning: the arrays then live in memory only.
 """
 
@@ -69,7 +69,7 @@ class IndexCache:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[bool]:
-        """Hold the folder's lock; yields False where there is none to be had (unwritable folder, no locks on this file system)."""
+        """Hold the folder's lock; yields False where none is to be had (unwritable folder, file system without locks)."""
         with contextlib.ExitStack() as stack:
             locked = False
             with contextlib.suppress(OSError):
@@ -94,7 +94,9 @@ class IndexCache:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             if self.announce:
-                logger.warning("the index cache %s cannot be written (%s); the index is kept in memory only", self.folder, error)
+                logger.warning(
+                    "the index cache %s cannot be written (%s); the index is kept in memory only", self.folder, error
+                )
 
 
 def _canonical(description: Mapping[str, Any]) -> bytes:

@@ -35,7 +35,7 @@ class GPTIndex:
     """The order of one data set's samples.
 
     document_index: int32 [documents x epochs], position in the stream -> document of the file.
-    sample_index: int32 or int64 [samples cut + 1, 2], where a sample starts: (position in document_index, token in that document).
+    sample_index: int32 or int64 [samples cut + 1, 2], where a sample starts: (position in document_index, token in it).
     shuffle_index: uint32 or int64 [samples], sample of the run -> row of sample_index.
     """
 
@@ -94,8 +94,8 @@ def build_sample_index(lengths: IntArray, document_index: IntArray, seq_length: 
     """Where each of `num_samples` samples starts, and where the last one ends: [num_samples + 1, 2] (position, offset).
 
     lengths: int [documents of the file]; document_index: int [positions of the stream].
-    Sample k starts at token k * seq_length of the stream. A document that ends at token e of the stream holds the starts below e
-    that earlier ones do not hold, so the starts per document are a difference of two ceilings: no search, no loop.
+    Sample k starts at token k * seq_length of the stream. A document that ends at token e of the stream holds the starts below
+    e that earlier ones do not hold, so the starts per document are a difference of two ceilings: no search, no loop.
     """
     dtype = np.int32 if len(document_index) < 2**31 else np.int64
     sizes = lengths[document_index]

@@ -154,8 +154,8 @@ class IndexedDataset:
 class IndexedDatasetBuilder:
     """Writes a pair. Nothing exists under the final names before `finalize`, and then both files are complete and on disk.
 
-    bin_file: final path of the token file. dtype: of the stored tokens (see `optimal_dtype`). A context manager: leaving it by an
-    exception, or without `finalize`, removes the temporary file.
+    bin_file: final path of the token file. dtype: of the stored tokens (see `optimal_dtype`). A context manager: leaving it by
+    an exception, or without `finalize`, removes the temporary file.
     """
 
     def __init__(self, bin_file: str | os.PathLike[str], dtype: npt.DTypeLike = np.int32, multimodal: bool = False) -> None:
@@ -224,7 +224,9 @@ class IndexedDatasetBuilder:
         lengths = np.concatenate([np.zeros(0, dtype=np.int32), *self._lengths])
         if not int(lengths.sum(dtype=np.int64)):
             self.abort()
-            raise DataError(f"{len(lengths)} documents without a single token were to be written to {self.bin_file}; nothing written")
+            raise DataError(
+                f"{len(lengths)} documents without a single token were to be written to {self.bin_file}; nothing written"
+            )
         assert int(self._marks[-1][-1]) == self._sequences, "a document was not closed with end_document"
         temporary = f"{os.fspath(idx_file)}.{os.getpid()}.partial"
         try:
@@ -258,13 +260,17 @@ class IndexedDatasetBuilder:
                 raise DataError(f"tokens are integers, got values of dtype {array.dtype} for {self.bin_file}")
             low, high, bounds = int(array.min()), int(array.max()), np.iinfo(self.dtype)
             if low < bounds.min or high > bounds.max:
-                raise DataError(f"token ids {low} to {high} do not fit into {self.dtype} of {self.bin_file}; use a larger dtype")
+                raise DataError(
+                    f"token ids {low} to {high} do not fit into {self.dtype} of {self.bin_file}; use a larger dtype"
+                )
         return array.astype(self.dtype, copy=False)
 
     def _append(self, tokens: Tokens, lengths: Sequence[int] | npt.NDArray[Any], modes: Sequence[int]) -> None:
         sizes = np.asarray(lengths, dtype=np.int64)
         if int(sizes.sum()) != tokens.size or (sizes < 0).any() or (sizes > np.iinfo(np.int32).max).any():
-            raise DataError(f"sequence lengths with sum {int(sizes.sum())} do not describe {tokens.size} tokens for {self.bin_file}")
+            raise DataError(
+                f"sequence lengths with sum {int(sizes.sum())} do not describe {tokens.size} tokens for {self.bin_file}"
+            )
         self._out.write(np.ascontiguousarray(tokens).astype(self.dtype.newbyteorder("<"), copy=False).tobytes())
         self._lengths.append(sizes.astype(np.int32))
         self._sequences += len(sizes)
@@ -349,7 +355,10 @@ def _read_index(prefix: str, sizes: tuple[int, int], mmap: bool) -> _Index:
         _refuse(prefix, f"{path} has dtype code {code}, expected one of 1 to 8")
     expected = _COUNTS.size + 12 * sequences + 8 * marks
     if actual not in (expected, expected + sequences):
-        _refuse(prefix, f"{path} should have {expected} bytes for {sequences} sequences and {marks} document marks, but has {actual}")
+        _refuse(
+            prefix,
+            f"{path} should have {expected} bytes for {sequences} sequences and {marks} document marks, but has {actual}",
+        )
     raw: Tokens = np.memmap(path, dtype=np.uint8, mode="r") if mmap else np.fromfile(path, dtype=np.uint8)
     if len(raw) != actual:
         _refuse(prefix, f"{path} changed from {actual} to {len(raw)} bytes while it was opened")
@@ -370,12 +379,17 @@ def _check_index(prefix: str, index: _Index, sizes: tuple[int, int]) -> None:
     if len(wrong):
         first = int(wrong[0])
         expected = int(ends[first]) - int(lengths[first]) * itemsize
-        _refuse(prefix, f"{path} puts sequence {first} at byte {int(index.pointers[first])}, but the lengths put it at {expected}")
+        _refuse(
+            prefix, f"{path} puts sequence {first} at byte {int(index.pointers[first])}, but the lengths put it at {expected}"
+        )
     if not len(marks) or marks[0] != 0 or marks[-1] != len(lengths) or (np.diff(marks) < 0).any():
         shown = f"{int(marks[0])} ... {int(marks[-1])}" if len(marks) else "none"
         _refuse(prefix, f"{path} has document marks {shown}, expected a rising sequence from 0 to {len(lengths)}")
     total = int(ends[-1]) if len(ends) else 0
     if sizes[0] != total:
-        _refuse(prefix, f"{bin_path(prefix)} should have {total} bytes for {len(lengths)} sequences of {index.dtype}, but has {sizes[0]}")
+        _refuse(
+            prefix,
+            f"{bin_path(prefix)} should have {total} bytes for {len(lengths)} sequences of {index.dtype}, but has {sizes[0]}",
+        )
     if not total:
         _refuse(prefix, f"the {len(lengths)} sequences hold no tokens at all")

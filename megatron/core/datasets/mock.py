@@ -17,10 +17,10 @@ _NOISE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class MockGPTDataset:
-    """`num_samples` samples of packed documents; each document counts in steps of one of 8 strides, 5 % of its tokens are noise.
+    """`num_samples` samples of packed documents; each document counts in one of 8 strides, 5 % of its tokens are noise.
 
-    split: "train", "valid" or "test", which differ in their samples. vocab_size: ids are below it. Documents end with EOD if the
-    format has one. Sample k depends on (seed, split, k) alone.
+    split: "train", "valid" or "test", which differ in their samples. vocab_size: ids are below it. Documents end with EOD if
+    the format has one. Sample k depends on (seed, split, k) alone.
     """
 
     format: SampleFormat
@@ -31,7 +31,9 @@ class MockGPTDataset:
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1 or (self.vocab_size == 1 and self.format.eod == 0):
-            raise ConfigError(f"mock data needs a vocabulary of at least one token beside EOD, got vocab_size={self.vocab_size}")
+            raise ConfigError(
+                f"mock data needs a vocabulary of at least one token beside EOD, got vocab_size={self.vocab_size}"
+            )
 
     def __len__(self) -> int:
         return self.num_samples

@@ -1,11 +1,11 @@
 """From seq_length + 1 token ids to what the model is fed: tokens, labels, loss mask, positions, documents. NumPy, vectorised.
 
-    ids          5 6 E 7 8 9 E 4 3        an EOD belongs to the document that it ends
-    tokens       5 6 E 7 8 9 E 4
-    labels       6 E 7 8 9 E 4 3
-    positions    0 1 2 0 1 2 3 0          with reset_position_ids
-    document_ids 0 0 0 1 1 1 1 2          with reset_attention_mask: no attention across documents
-    loss_mask    1 1 0 1 1 1 0 1          with eod_mask_loss: nothing is learned from an EOD about the next document
+ids          5 6 E 7 8 9 E 4 3        an EOD belongs to the document that it ends
+tokens       5 6 E 7 8 9 E 4
+labels       6 E 7 8 9 E 4 3
+positions    0 1 2 0 1 2 3 0          with reset_position_ids
+document_ids 0 0 0 1 1 1 1 2          with reset_attention_mask: no attention across documents
+loss_mask    1 1 0 1 1 1 0 1          with eod_mask_loss: nothing is learned from an EOD about the next document
 """
 
 import dataclasses

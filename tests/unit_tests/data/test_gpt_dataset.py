@@ -51,7 +51,9 @@ def test_a_blend_gives_megatron_cores_samples_in_its_order(tmp_path):
 
 def test_a_path_per_split_gives_the_same_samples(tmp_path):
     per_split = (Blend((D0, D1), (0.7, 0.3)), Blend((D0,)), None)
-    train_set, valid, test = build_gpt_datasets(config(tmp_path, blend=None, split=None, blend_per_split=per_split), (64, 48, 5))
+    train_set, valid, test = build_gpt_datasets(
+        config(tmp_path, blend=None, split=None, blend_per_split=per_split), (64, 48, 5)
+    )
     assert all_ids(train_set) == megatron_samples("blend_64")
     assert all_ids(valid) == megatron_samples("d0_48")
     assert test is None

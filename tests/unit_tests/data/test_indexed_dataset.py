@@ -171,7 +171,10 @@ DAMAGES = {
     "header only": (lambda p: os.truncate(idx_path(p), 33), ["33 bytes"]),
     "empty idx": (lambda p: os.truncate(idx_path(p), 0), ["0 bytes"]),
     "huge count": (lambda p: overwrite(idx_path(p), 18, b"\xff" * 8), ["18446744073709551615"]),
-    "negative length": (lambda p: overwrite(idx_path(p), 34 + 4 * 5, b"\xff\xff\xff\xff"), ["negative length -1", "sequence 5"]),
+    "negative length": (
+        lambda p: overwrite(idx_path(p), 34 + 4 * 5, b"\xff\xff\xff\xff"),
+        ["negative length -1", "sequence 5"],
+    ),
     "missing idx": (lambda p: os.unlink(idx_path(p)), ["missing"]),
     "missing bin": (lambda p: os.unlink(bin_path(p)), ["missing"]),
     "folder as bin": (lambda p: (os.unlink(bin_path(p)), os.mkdir(bin_path(p))), ["not a file"]),

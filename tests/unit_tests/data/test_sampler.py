@@ -15,9 +15,7 @@ def global_ids(consumed, batch, micro, dp_size):
     return [i for microbatches in zip(*per_rank, strict=True) for microbatch in microbatches for i in microbatch]
 
 
-@given(
-    consumed=st.integers(0, 10**12), microbatches=st.integers(1, 4), micro=st.integers(1, 4), dp_size=st.integers(1, 6)
-)
+@given(consumed=st.integers(0, 10**12), microbatches=st.integers(1, 4), micro=st.integers(1, 4), dp_size=st.integers(1, 6))
 def test_the_ranks_read_each_sample_of_the_global_batch_once_in_order(consumed, microbatches, micro, dp_size):
     batch = microbatches * micro * dp_size
     assert global_ids(consumed, batch, micro, dp_size) == list(range(consumed, consumed + batch))

@@ -1,4 +1,4 @@
-"""TrainingData: a step's microbatches depend on the consumed samples alone; loader processes change nothing and leave nothing."""
+"""TrainingData: a step's microbatches depend on the consumed samples alone; loader processes change and leave nothing."""
 
 import contextlib
 import json
