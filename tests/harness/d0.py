@@ -1,4 +1,4 @@
-"""Data D0 of the test suite: 64 documents by formula; document i has 3 + (7i mod 23) tokens (31i + 17j) mod 100, then EOD 100."""
+"""Data D0 of the suite: 64 documents by formula; document i has 3 + (7i mod 23) tokens (31i + 17j) mod 100, then EOD 100."""
 
 import os
 

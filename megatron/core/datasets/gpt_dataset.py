@@ -172,7 +172,7 @@ class GPTDataset:
         return [Span(d, a, b) for d, a, b in zip(documents, starts, stops, strict=True) if b > a]
 
     def ids(self, index: int) -> npt.NDArray[np.int64]:
-        """The token ids of a sample, int64 [seq_length + 1] (fewer in a padded one). DataError for ids not in the vocabulary."""
+        """The token ids of a sample, int64 [seq_length + 1] (fewer if padded). DataError for ids not in the vocabulary."""
         pieces = [self.tokens.get(span.document, span.start, span.stop - span.start) for span in self.spans(index)]
         ids = np.concatenate(pieces).astype(np.int64, copy=False)
         low, high = int(ids.min()), int(ids.max())
@@ -217,8 +217,8 @@ def build_gpt_datasets(
 ) -> list[AnyGPTDataset | None]:
     """The train, valid and test data sets with exactly `sizes` samples each (None = one pass over the data).
 
-    None where a split has no share, where no samples were asked for, or (valid and test only, with a warning) where its share of
-    the documents holds no tokens. Raises ConfigError or DataError on every rank alike.
+    None where a split has no share, where no samples were asked for, or (valid and test only, with a warning) where its share
+    of the documents holds no tokens. Raises ConfigError or DataError on every rank alike.
     """
     coordinator = coordinator or SingleProcess()
     if config.mock:

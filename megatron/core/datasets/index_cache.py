@@ -3,10 +3,11 @@
     <folder>/<sha256 of the description>.index
         "MEGAIDX1" | header length u64 | CRC-32 of the header u32 | header JSON | arrays, each at a multiple of 64 bytes
 
-The key is a description of everything the arrays depend on, so a file is never out of date; another time stamp or path changes
-nothing. A file appears complete under its name (written aside, fsync, rename), is checked by size and CRC-32 when loaded, and
-is rebuilt when damaged. Builders on one file system take turns by a file lock, which the kernel frees if its holder dies; whoever
-gets the lock second finds the file. A folder that cannot be written costs a warning: the arrays then live in memory only.
+The key is a description of everything the arrays depend on, so a file is never out of date; another time stamp or path
+changes nothing. A file appears complete under its name (written aside, fsync, rename), is checked by size and CRC-32 when
+loaded, and is rebuilt when damaged. Builders on one file system take turns by a file lock, which the kernel frees if its
+holder dies; whoever gets the lock second finds the file. A folder that cannot be written costs a warning: the arrays then
+live in memory only.
 """
 
 import contextlib
