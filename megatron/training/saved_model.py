@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.store import CheckpointStore
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers import Tokenizer
 from megatron.training.config import RunConfig, load_run_config
 
 
@@ -37,7 +37,7 @@ class SavedModel:
         alone = ProcessGroupCollection.single_process()
         model = GPTModel(
             self.config.transformer_config(),
-            vocab_size=self.tokenizer.vocab_size,
+            vocab_size=true_vocab_size(self.config, self.tokenizer),
             max_sequence_length=_positions(self.config, min_sequence_length),
             pg_collection=alone,
             device=device,
@@ -57,7 +57,7 @@ def find_saved_model(directory: str | Path, step: int | None = None) -> SavedMod
     if iteration is None:
         raise CheckpointError(f"{root} holds no checkpoint; give the folder that --save named")
     config = one_process(_saved_config(store, iteration))
-    return SavedModel(root, iteration, config, saved_tokenizer(config, root / "tokenizer"))
+    return SavedModel(root, iteration, config, build_run_tokenizer(config, copies=root / "tokenizer"))
 
 
 def _saved_config(store: CheckpointStore, iteration: int) -> RunConfig:
@@ -88,30 +88,6 @@ def one_process(config: RunConfig) -> RunConfig:
             recompute_num_layers=None,
         ),
     )
-
-
-def saved_tokenizer(config: RunConfig, folder: Path) -> Tokenizer:
-    """The run's tokenizer, from the copies of its files in `folder` where they are, else from the configured paths."""
-    data = config.data
-    return build_tokenizer(
-        data.tokenizer_type or "NullTokenizer",
-        tokenizer_model=_copy_of(data.tokenizer_model, folder),
-        vocab_file=_copy_of(data.vocab_file, folder),
-        merge_file=_copy_of(data.merge_file, folder),
-        vocab_size=config.model.vocab_size,
-        tiktoken_pattern=data.tiktoken_pattern,
-    )
-
-
-def _copy_of(configured: str | None, folder: Path) -> str | None:
-    if configured is None:
-        return None
-    copy = folder / Path(configured).name
-    if copy.is_file():
-        return str(copy)
-    if (folder / "tokenizer.json").is_file():  # a folder was configured
-        return str(folder / "tokenizer.json")
-    return configured
 
 
 def _split(directory: Path, step: int | None) -> tuple[Path, int | None]:

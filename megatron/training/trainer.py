@@ -28,7 +28,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.timers import Timers
-from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers import Tokenizer
 from megatron.training.agreement import fail_together, gather_texts, on_all_ranks, own_rank
 from megatron.training.callbacks import Callback
 from megatron.training.checkpointing import (
@@ -46,6 +46,7 @@ from megatron.training.loggers import RunLogger, build_loggers
 from megatron.training.metrics import EvalMetrics, MetricsAccumulator, StepResult
 from megatron.training.objectives import OBJECTIVES, ModelBatch, Objective
 from megatron.training.plan import TrainingPlan
+from megatron.training.run_tokenizer import build_run_tokenizer, true_vocab_size
 from megatron.training.signals import StopSignals
 from megatron.training.train_state import TrainState
 
@@ -104,6 +105,7 @@ class Trainer:
         if config.training.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         self.tokenizer: Tokenizer = on_all_ranks(lambda: build_run_tokenizer(config))
+        self._vocab_size = true_vocab_size(config, self.tokenizer)
         self.data: TrainingData = build_data(
             config,
             self.tokenizer,
@@ -134,7 +136,7 @@ class Trainer:
 
     def _build_model(self, model_builder: Callable[..., torch.nn.Module]) -> DistributedDataParallel:
         module = model_builder(
-            self.config, vocab_size=self.tokenizer.vocab_size, device=self.device, pg_collection=self.groups
+            self.config, vocab_size=self._vocab_size, device=self.device, pg_collection=self.groups
         )
         return DistributedDataParallel(
             self.config.transformer_config(),
@@ -169,7 +171,7 @@ class Trainer:
 
     def _padded_vocab(self) -> int:
         unit = self.config.model.make_vocab_size_divisible_by * self.config.parallel.tensor_model_parallel_size
-        return math.ceil(self.tokenizer.vocab_size / unit) * unit
+        return math.ceil(self._vocab_size / unit) * unit
 
     def _new_accumulator(self) -> MetricsAccumulator:
         dtype = self.config.parallel.params_dtype
@@ -482,19 +484,6 @@ class Trainer:
     def _notify(self, event: str, *values: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *values)
-
-
-def build_run_tokenizer(config: RunConfig) -> Tokenizer:
-    """The tokenizer that the `data` section names."""
-    data = config.data
-    return build_tokenizer(
-        data.tokenizer_type or "NullTokenizer",
-        tokenizer_model=data.tokenizer_model,
-        vocab_file=data.vocab_file,
-        merge_file=data.merge_file,
-        vocab_size=config.model.vocab_size,
-        tiktoken_pattern=data.tiktoken_pattern,
-    )
 
 
 def _first_rank_reports(error: ConfigError) -> ConfigError:

@@ -1,0 +1,113 @@
+"""Dry run: check a configuration for any number of ranks without starting one, and say what each rank would hold and send."""
+
+import dataclasses
+import tempfile
+
+import torch
+
+from megatron.core.datasets.gpt_dataset import SPLITS, build_gpt_datasets
+from megatron.core.distributed.param_layout import BufferLayout, ParamSpec, plan_buffer
+from megatron.core.errors import ConfigError
+from megatron.core.param_meta import param_meta
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
+from megatron.core.tokenizers import Tokenizer
+from megatron.training.config import check_run_config
+from megatron.training.config.run_config import RunConfig
+from megatron.training.data import dataset_config
+from megatron.training.gpt_builder import build_gpt_model
+from megatron.training.plan import TrainingPlan
+from megatron.training.run_tokenizer import build_run_tokenizer, true_vocab_size
+
+_SHOWN_RANKS = 16
+
+
+def dry_run_report(config: RunConfig, world_size: int) -> str:
+    """Everything a start would check, and the figures per rank, as text. Raises ConfigError or DataError as the start would.
+
+    The data set indices are built in a temporary folder; nothing is left behind.
+    """
+    problems = check_run_config(config, world_size)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    dp = config.data_parallel_size(world_size)
+    plan = TrainingPlan.of(config, dp)
+    tokenizer = build_run_tokenizer(config)
+    model = build_gpt_model(
+        config,
+        vocab_size=true_vocab_size(config, tokenizer),
+        device=torch.device("meta"),
+        pg_collection=ProcessGroupCollection.single_process(),
+    )
+    lines = [f"configuration is valid for {world_size} rank(s)", *_data(config, tokenizer, plan), *_length(config, plan)]
+    lines += [*_memory(config, model, dp), *_rank_map(config, world_size)]
+    return "\n".join(lines)
+
+
+def _data(config: RunConfig, tokenizer: Tokenizer, plan: TrainingPlan) -> list[str]:
+    evaluated = config.training.eval_iters * config.global_batch_size(plan.data_parallel_size)
+    with tempfile.TemporaryDirectory() as cache:
+        described = dataclasses.replace(dataset_config(config, tokenizer), cache_path=cache)
+        datasets = build_gpt_datasets(described, (plan.train_samples, evaluated, evaluated))
+    sizes = [f"{name} {0 if dataset is None else len(dataset):,}" for name, dataset in zip(SPLITS, datasets, strict=True)]
+    return [f"data: samples of {config.data.seq_length} tokens: {', '.join(sizes)}"]
+
+
+def _length(config: RunConfig, plan: TrainingPlan) -> list[str]:
+    first, last = plan.global_batch_size(0), config.global_batch_size(plan.data_parallel_size)
+    ramp = f"{first} rising to {last}" if first != last else str(last)
+    tokens = plan.train_samples * config.data.seq_length
+    return [
+        f"length: {plan.train_iters:,} steps, global batch size {ramp}, {plan.train_samples:,} samples, {tokens:,} tokens; "
+        f"warm-up {plan.lr_warmup_samples:,} and decay {plan.lr_decay_samples:,} samples"
+    ]
+
+
+def _memory(config: RunConfig, model: torch.nn.Module, dp: int) -> list[str]:
+    """Model state in bytes per rank, and bytes that each rank sends per step (ring: (d-1)/d of a buffer per collective)."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    sharded = config.ddp.use_distributed_optimizer
+    layout = _layout(trained, config, dp if sharded else 1)
+    param_size = config.parallel.params_dtype.itemsize
+    grad_size = 4 if config.ddp_config(dp).grad_reduce_in_fp32 else param_size
+    padded, owners = layout.numel, dp if sharded else 1
+    params = padded * param_size + sum(p.numel() * param_size for p in model.parameters() if not p.requires_grad)
+    states = {
+        "params": params,
+        "grads": padded * grad_size,
+        "main params": 0 if param_size == 4 else padded // owners * 4,
+        "moments": padded // owners * 8 if config.optimizer.optimizer == "adam" else padded // owners * 4,
+    }
+    wire = (dp - 1) / dp
+    traffic = wire * padded * (grad_size + param_size) if sharded else 2 * wire * padded * grad_size
+    total = sum(states.values())
+    return [
+        f"parameters: {sum(p.numel() for p in model.parameters()):,} ({sum(p.numel() for _, p in trained):,} trained)",
+        "model state per rank: " + ", ".join(f"{name} {size:,} bytes" for name, size in states.items()) + f"; together {total:,} bytes",
+        f"of this padding: {(padded - layout.numel_unpadded):,} elements in {len(layout.buckets)} bucket(s); activations are not counted",
+        f"communication per rank and step: {int(traffic):,} bytes sent "
+        + ("(reduce-scatter of gradients, all-gather of parameters)" if sharded else "(all-reduce of gradients)"),
+    ]
+
+
+def _layout(trained: list[tuple[str, torch.nn.Parameter]], config: RunConfig, shards: int) -> BufferLayout:
+    specs = [ParamSpec(name, p.numel(), param_meta(p).shared_embedding) for name, p in trained]
+    return plan_buffer(specs, config.ddp_config(shards).bucket_size, shards)
+
+
+def _rank_map(config: RunConfig, world_size: int) -> list[str]:
+    parallel = config.parallel
+    grid = RankGrid.for_world(
+        world_size,
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+    )
+    lines = ["ranks:"]
+    for rank in range(min(world_size, _SHOWN_RANKS)):
+        place = grid.coordinates(rank)
+        lines.append(f"  rank {rank}: " + " ".join(f"{axis} {place[axis]}" for axis in ("tp", "cp", "dp", "pp") if axis in place))
+    if world_size > _SHOWN_RANKS:
+        lines.append(f"  and {world_size - _SHOWN_RANKS} more")
+    return lines
