@@ -85,6 +85,7 @@ class CheckpointStore:
         self.keep_last = keep_last
         self._group = group
         self._lease: weakref.finalize | None = None  # type: ignore[type-arg]
+        self._sequence: int | None = None
 
     # ---------------------------------------------------------------------------------------------------------- lease
 
@@ -107,7 +108,7 @@ class CheckpointStore:
         """Give the lease back. It ends in any case with this object or the process."""
         if self._lease is not None:
             self._lease()
-            self._lease = None
+            self._lease = self._sequence = None
 
     # ----------------------------------------------------------------------------------------------------------- save
 
@@ -189,8 +190,10 @@ class CheckpointStore:
 
     def _publish(self, pending: PendingSave, written: Sequence[WrittenFile | None]) -> None:
         files, tensors = manifest_entries(pending.plan, written)
-        newest = max((step.manifest.sequence for step in steps.list_steps(self.directory) if step.manifest), default=0)
-        manifest = Manifest(pending.iteration, newest + 1, _now(), _libraries(), files, tensors, pending.common)
+        if self._sequence is None:  # read once: the lease makes this store the only writer
+            self._sequence = max((step.manifest.sequence for step in steps.list_steps(self.directory) if step.manifest), default=0)
+        self._sequence += 1
+        manifest = Manifest(pending.iteration, self._sequence, _now(), _libraries(), files, tensors, pending.common)
         try:
             hidden = steps.sizes_problem(pending.temporary, manifest)
             if hidden is not None:
@@ -256,7 +259,8 @@ class CheckpointStore:
             return Loadable(best.iteration, None)
         reasons = "; ".join(f"step {n} cannot be loaded ({problem})" for n, problem in sorted(newer.items()))
         lost = max(0, max(newer) - best.iteration)
-        return Loadable(best.iteration, f"{reasons}; going back to step {best.iteration}: {lost} steps are lost")
+        count = "1 step is" if lost == 1 else f"{lost} steps are"
+        return Loadable(best.iteration, f"{reasons}; going back to step {best.iteration}: {count} lost")
 
     def step_manifest(self, iteration: int) -> Manifest:
         """The checked manifest of a complete step. *Collective*; raises CheckpointError on all ranks if any cannot read it."""
