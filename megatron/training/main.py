@@ -41,7 +41,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> i
     except KeyboardInterrupt:
         _complain(rank, "interrupted")
         return 130
-    except (RuntimeError, OSError) as error:
+    except Exception as error:
         return _unexpected(rank, error)
 
 

@@ -30,5 +30,7 @@ def true_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
 def _copy_of(configured: str | None, folder: Path | None) -> str | None:
     if configured is None or folder is None:
         return configured
-    copy = folder / Path(configured).name
-    return str(copy) if copy.exists() else configured
+    for name in (Path(configured).name, "tokenizer.json"):  # the second where a folder was configured
+        if (folder / name).is_file():
+            return str(folder / name)
+    return configured

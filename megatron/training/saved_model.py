@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers import Tokenizer
 from megatron.training.config import RunConfig, load_run_config
+from megatron.training.run_tokenizer import build_run_tokenizer, true_vocab_size
 
 
 @dataclasses.dataclass(frozen=True)

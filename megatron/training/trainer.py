@@ -12,6 +12,7 @@ import gc
 import math
 import os
 import pathlib
+import re
 import resource
 import sys
 import time
@@ -371,7 +372,7 @@ class Trainer:
             result,
             step_time_s=step_time,
             data_time_s=data_time,
-            exposed_comm_time_s=self.model.exposed_comm_time(),
+            exposed_comm_time_s=0.0,
             global_batch_size=batch,
             tokens=tokens,
         )
@@ -455,7 +456,12 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------ little
 
     def _params_norm(self) -> float | None:
-        return self.optimizer.params_norm() if self.config.logging.log_params_norm else None
+        """L2 norm of all parameters (replicated over data parallelism), in fp32; None unless it is to be logged."""
+        if not self.config.logging.log_params_norm:
+            return None
+        self.optimizer.finish_param_sync()
+        norms = [torch.linalg.vector_norm(p.detach().float()) for p in self.model.parameters()]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def _collect_garbage(self) -> None:
         training = self.config.training
@@ -469,8 +475,10 @@ class Trainer:
             f"{self.world_size} rank(s) on {self.device.type}, data parallel {self.groups.size('dp')}; "
             f"{parameters / 1e6:.2f} M parameters in {self.config.parallel.params_dtype}"
         )
-        self._say(memory_report([self.model], self.optimizer))
-        self._say(describe_param_groups(self.optimizer))
+        self._say(str(memory_report([self.model], self.optimizer)))
+        for treatment, names in describe_param_groups(self.optimizer.param_groups).items():
+            if names:
+                self._say(f"{treatment}: {', '.join(_without_layer_numbers(names))}")
         first = self.plan.global_batch_size(self.state.consumed_samples)
         self._say(
             f"iterations {self.state.iteration} to {self.plan.train_iters}, global batch size {first}, "
@@ -484,6 +492,11 @@ class Trainer:
     def _notify(self, event: str, *values: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *values)
+
+
+def _without_layer_numbers(names: Sequence[str]) -> list[str]:
+    """Each kind of parameter once: `decoder.layers.*.mlp.linear_fc1.weight`."""
+    return sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})
 
 
 def _first_rank_reports(error: ConfigError) -> ConfigError:

@@ -28,7 +28,7 @@ def refused(result: "subprocess.CompletedProcess[str]", *words: str) -> None:
     assert result.returncode == 2, text
     assert "Traceback" not in text, text
     for word in words:
-        assert word in result.stderr, text
+        assert word.replace("-", "_") in result.stderr.replace("-", "_"), text  # an option is named as a flag or as a field
 
 
 def test_one_process_trains_and_writes_what_the_interface_promises(data: pathlib.Path, tmp_path: pathlib.Path) -> None:
