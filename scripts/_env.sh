@@ -80,7 +80,7 @@ _install_torch() {
     _say "2/3 $spec ($gpu; about a minute)"
     _quietly "$log" "$python" -m pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$spec"
     "$python" -c 'import torch' >>"$log" 2>&1 || _fail "torch is installed but cannot be imported; see the end of $log"
-    if [ "$gpu" != "NVIDIA GPU found" ] && "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
+    if [ "$gpu" != "NVIDIA GPU found" ] && "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; then
         _say "    pip chose a CUDA build. It works here; TORCH_INDEX_URL set to PyTorch's index of CPU builds gives a smaller one."
     fi
 }
