@@ -89,8 +89,15 @@ def initialize_distributed(launch_config: LaunchConfig, launch: LaunchInfo) -> t
     return device
 
 
-def create_groups(parallel: ModelParallelConfig, ddp: DistributedDataParallelConfig, world_size: int) -> ProcessGroupCollection:
+def create_groups(
+    parallel: ModelParallelConfig,
+    ddp: DistributedDataParallelConfig,
+    world_size: int,
+    launch_config: LaunchConfig | None = None,
+) -> ProcessGroupCollection:
     """The process groups that a configuration asks for, installed for Megatron's getters too. Collective over all ranks.
+
+    launch_config: gives the groups' timeout; None = that of the group of all ranks.
 
     Raises ConfigError naming the options and the rule when `world_size` processes cannot be divided so.
     """
@@ -102,7 +109,8 @@ def create_groups(parallel: ModelParallelConfig, ddp: DistributedDataParallelCon
         pp=parallel.pipeline_model_parallel_size,
         expert_tp=parallel.expert_tensor_parallel_size,
     )
-    groups = create_process_groups(grid, optimizer_instances=ddp.num_distributed_optimizer_instances)
+    timeout = None if launch_config is None else datetime.timedelta(minutes=launch_config.distributed_timeout_minutes)
+    groups = create_process_groups(grid, optimizer_instances=ddp.num_distributed_optimizer_instances, timeout=timeout)
     process_groups_config.install(groups)
     return groups
 

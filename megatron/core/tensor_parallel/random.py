@@ -158,7 +158,7 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
             raise CheckpointError(f"random state {key!r} does not exist in this process (it has {', '.join(expected)})")
         if tensor.dtype != torch.uint8 or tensor.shape != known.shape:
             raise CheckpointError(
-                f"random state {key!r} should be uint8 {list(known.shape)}, is {str(tensor.dtype)} {list(tensor.shape)}"
+                f"random state {key!r} should be uint8 {list(known.shape)}, is {tensor.dtype!s} {list(tensor.shape)}"
             )
     state = {key: tensor.detach().cpu().clone() for key, tensor in state.items()}
     if "python" in state:
