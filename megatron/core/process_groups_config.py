@@ -103,7 +103,7 @@ class ProcessGroupCollection:
 GROUP_NAMES = tuple(field.name for field in dataclasses.fields(ProcessGroupCollection) if field.name != "grid")
 
 _installed: ProcessGroupCollection | None = None
-_made: dict[tuple[int, ...], Group] = {}
+_made: dict[tuple[tuple[int, ...], datetime.timedelta], Group] = {}
 _made_for: dist.ProcessGroup | None = None
 
 
@@ -175,15 +175,16 @@ def _group_of(ranks: tuple[int, ...], timeout: datetime.timedelta, name: str) ->
     """The group of these ranks, made at the first call; every rank calls, members or not. None for a rank that is no member."""
     if len(ranks) == 1 and ranks[0] != dist.get_rank():
         return None
-    if ranks not in _made:
+    key = ranks, timeout
+    if key not in _made:
         group = dist.new_group(
             list(ranks),
             timeout=timeout,
             use_local_synchronization=len(ranks) == 1,  # nobody else takes part
             group_desc=f"{name}:{'-'.join(map(str, ranks))}" if len(ranks) <= 16 else name,
         )
-        _made[ranks] = group if dist.get_rank() in ranks else None
-    return _made[ranks]
+        _made[key] = group if dist.get_rank() in ranks else None
+    return _made[key]
 
 
 def _forget_groups_of_another_world() -> None:

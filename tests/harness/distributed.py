@@ -6,6 +6,7 @@ A failing rank's traceback becomes the test's failure; the pool is then thrown a
 import atexit
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -113,11 +114,12 @@ def _worker(rank: int, world_size: int, store: str, pipe: Any) -> None:
 
 def _reset() -> None:
     """Forget what a test installed globally, so that the next one starts clean."""
-    import sys
-
-    state = sys.modules.get("megatron.core.parallel_state")
-    if state is not None:
-        state.destroy_model_parallel()
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None:
+        parallel_state.destroy_model_parallel()
+    groups = sys.modules.get("megatron.core.process_groups_config")
+    if groups is not None:
+        groups.install(None)
 
 
 @atexit.register
