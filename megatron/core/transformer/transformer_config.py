@@ -36,13 +36,19 @@ class ModelArchitectureConfig:
         128, minimum=1, help="The embedding is padded to a multiple of this times the tensor-parallel size (invisible to results)."
     )
     position_embedding_type: str = config_field(
-        "learned_absolute", choices=("learned_absolute", "rope", "none"), help="How positions enter."
+        "learned_absolute",
+        choices=("learned_absolute", "rope", "none"),
+        const_flags={"--use-rotary-position-embeddings": "rope"},
+        help="How positions enter.",
     )
     rotary_base: float = config_field(10000.0, exclusive_minimum=0, help="RoPE base (theta).")
     rotary_percent: float = config_field(1.0, exclusive_minimum=0, maximum=1, help="Share of each head that is rotated.")
     rotary_interleaved: bool = config_field(False, help="Rotate pairs (0,1),(2,3).. instead of halves.")
     rope_scaling_type: str = config_field(
-        "none", choices=("none", "linear", "llama3", "yarn"), help="Frequency scaling for contexts longer than trained."
+        "none",
+        choices=("none", "linear", "llama3", "yarn"),
+        const_flags={"--use-rope-scaling": "llama3"},
+        help="Frequency scaling for contexts longer than trained.",
     )
     rope_scaling_factor: float = config_field(8.0, minimum=1, help="Context extension factor of the scaling.")
     rope_original_max_position_embeddings: int = config_field(
@@ -86,6 +92,7 @@ class ModelArchitectureConfig:
     attention_backend: str = config_field(
         "auto",
         choices=("auto", "torch", "flex", "unfused", "flash", "te"),
+        const_flags={"--use-flash-attn": "flash"},
         help="Attention kernel; auto = flash-attn or Transformer Engine where installed on CUDA, else torch SDPA.",
     )
     torch_compile: bool = config_field(False, help="Compile each layer with torch.compile.")
@@ -192,4 +199,17 @@ class TransformerConfig(ModelArchitectureConfig, ModelParallelConfig):
                 if len(sizes) > 1
                 else "tensor_model_parallel_size must be 1 with one attention head"
             )
+        elif self.num_kv_heads % self.tensor_model_parallel_size:
+            problems.append(
+                f"tensor_model_parallel_size={self.tensor_model_parallel_size} does not divide num_query_groups={self.num_kv_heads}"
+            )
+        stages = self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
+        if self.num_layers % stages:
+            problems.append(
+                f"num_layers={self.num_layers} cannot be divided by pipeline_model_parallel_size="
+                f"{self.pipeline_model_parallel_size} x virtual_pipeline_model_parallel_size="
+                f"{self.virtual_pipeline_model_parallel_size or 1}"
+            )
+        if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
+            problems.append("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
         return problems

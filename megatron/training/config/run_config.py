@@ -44,10 +44,14 @@ class TrainingConfig(Section):
     rampup_batch_size: tuple[int, ...] | None = config_field(
         None, help="START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples."
     )
-    train_iters: int | None = config_field(None, minimum=0, unit="steps", help="Length of the run; exclusive with train_samples.")
+    train_iters: int | None = config_field(
+        None, minimum=0, unit="steps", help="Length of the run; exclusive with train_samples."
+    )
     train_samples: int | None = config_field(None, minimum=0, unit="samples", help="Length of the run in samples.")
     seed: int = config_field(1234, minimum=0, help="Seed of weights, data order and dropout.")
-    eval_interval: int | None = config_field(1000, minimum=1, unit="steps", help="Steps between evaluations on the validation set.")
+    eval_interval: int | None = config_field(
+        1000, minimum=1, unit="steps", help="Steps between evaluations on the validation set."
+    )
     eval_iters: int = config_field(100, minimum=0, unit="steps", help="Global batches per evaluation; 0 = no evaluation.")
     skip_train: bool = config_field(False, help="Only evaluate the loaded checkpoint.")
     exit_interval: int | None = config_field(None, minimum=1, unit="steps", help="Save and exit at a multiple of this step.")
@@ -66,8 +70,12 @@ class TrainingConfig(Section):
         20, minimum=1, unit="steps", help="With nan_policy=skip: stop after this many skipped steps in a row."
     )
     deterministic_mode: bool = config_field(False, help="Only deterministic kernels (torch.use_deterministic_algorithms).")
-    manual_gc: bool = config_field(False, help="Disable Python's automatic garbage collection and collect at manual_gc_interval.")
-    manual_gc_interval: int = config_field(0, minimum=0, unit="steps", help="Steps between collections; 0 = only at evaluation and save.")
+    manual_gc: bool = config_field(
+        False, help="Disable Python's automatic garbage collection and collect at manual_gc_interval."
+    )
+    manual_gc_interval: int = config_field(
+        0, minimum=0, unit="steps", help="Steps between collections; 0 = only at evaluation and save."
+    )
     freeze: tuple[str, ...] = config_field(
         (), help="Patterns (shell style) of logical parameter names that are not trained, e.g. 'embedding.*'."
     )
@@ -84,13 +92,17 @@ class SchedulerConfig(Section):
     lr_decay_samples: int | None = config_field(None, minimum=0, unit="samples", help="The same, in samples.")
     lr_warmup_iters: int = config_field(0, minimum=0, unit="steps", help="Linear warm-up.")
     lr_warmup_samples: int = config_field(0, minimum=0, unit="samples", help="Linear warm-up, in samples.")
-    lr_warmup_fraction: float | None = config_field(None, minimum=0, maximum=1, help="Warm-up as a fraction of the decay length.")
+    lr_warmup_fraction: float | None = config_field(
+        None, minimum=0, maximum=1, help="Warm-up as a fraction of the decay length."
+    )
     lr_warmup_init: float = config_field(0.0, minimum=0, help="Learning rate at step 0 of the warm-up.")
     lr_wsd_decay_style: str = config_field(
         "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"), help="WSD: shape of the final annealing."
     )
     lr_wsd_decay_iters: int | None = config_field(None, minimum=1, unit="steps", help="WSD: length of the annealing.")
-    lr_wsd_decay_samples: int | None = config_field(None, minimum=1, unit="samples", help="WSD: length of the annealing, in samples.")
+    lr_wsd_decay_samples: int | None = config_field(
+        None, minimum=1, unit="samples", help="WSD: length of the annealing, in samples."
+    )
     start_weight_decay: float | None = config_field(None, minimum=0, help="Weight decay at the start; default weight_decay.")
     end_weight_decay: float | None = config_field(None, minimum=0, help="Weight decay at the end; default weight_decay.")
     weight_decay_incr_style: str = config_field(
@@ -120,13 +132,16 @@ class DataConfig(Section):
     data_shuffle: str = config_field(
         "megatron",
         choices=("megatron", "epoch"),
-        help="megatron = Megatron-LM's order (documents of several epochs mixed); epoch = each epoch is a permutation of all samples.",
+        help="megatron = Megatron-LM's order (documents of several epochs mixed); "
+        "epoch = each epoch is a permutation of all samples.",
     )
     num_workers: int = config_field(2, minimum=0, help="Data loader processes per rank; 0 = in the training process.")
     reset_position_ids: bool = config_field(False, help="Positions restart after each EOD.")
     reset_attention_mask: bool = config_field(False, help="No attention across documents.")
     eod_mask_loss: bool = config_field(False, help="No loss where the input token is EOD.")
-    mmap_bin_files: bool = config_field(True, negative_flag="--no-mmap-bin-files", help="Memory-map .bin files, else read them with file calls.")
+    mmap_bin_files: bool = config_field(
+        True, negative_flag="--no-mmap-bin-files", help="Memory-map .bin files, else read them with file calls."
+    )
     tokenizer_type: str | None = config_field(
         None,
         choices=(
@@ -139,10 +154,14 @@ class DataConfig(Section):
         ),
         help="Tokenizer; default NullTokenizer if vocab_size is set.",
     )
-    tokenizer_model: str | None = config_field(None, help="SentencePiece model, tokenizer.json (or its folder), or tiktoken file.")
+    tokenizer_model: str | None = config_field(
+        None, help="SentencePiece model, tokenizer.json (or its folder), or tiktoken file."
+    )
     vocab_file: str | None = config_field(None, help="GPT-2 vocabulary (encoder.json).")
     merge_file: str | None = config_field(None, help="GPT-2 merges (vocab.bpe).")
-    tiktoken_pattern: str = config_field("v2", choices=("v1", "v2"), help="TikTokenizer: splitting pattern (v1 = cl100k, v2 = o200k).")
+    tiktoken_pattern: str = config_field(
+        "v2", choices=("v1", "v2"), help="TikTokenizer: splitting pattern (v1 = cl100k, v2 = o200k)."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +172,9 @@ class CheckpointConfig(Section):
     load: str | None = config_field(
         None, help="Folder to load from; default: save, if it holds a checkpoint (so that the same command resumes)."
     )
-    save_interval: int | None = config_field(None, minimum=1, unit="steps", help="Steps between checkpoints; the last step is always saved.")
+    save_interval: int | None = config_field(
+        None, minimum=1, unit="steps", help="Steps between checkpoints; the last step is always saved."
+    )
     ckpt_step: int | None = config_field(None, minimum=0, unit="steps", help="Load this step instead of the newest.")
     save_keep_last: int | None = config_field(
         None, minimum=1, flag="--save-keep-last", help="Keep only this many newest checkpoints; default: all."
@@ -163,7 +184,9 @@ class CheckpointConfig(Section):
     no_load_rng: bool = config_field(False, help="Do not load random-number state.")
     no_save_optim: bool = config_field(False, help="Do not save optimizer state.")
     no_save_rng: bool = config_field(False, help="Do not save random-number state.")
-    exit_on_missing_checkpoint: bool = config_field(False, help="Fail if load holds no checkpoint, instead of starting from step 0.")
+    exit_on_missing_checkpoint: bool = config_field(
+        False, help="Fail if load holds no checkpoint, instead of starting from step 0."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,7 +196,9 @@ class LoggingConfig(Section):
     log_interval: int = config_field(100, minimum=1, unit="steps", help="Steps between log lines.")
     metrics_file: str | None = config_field(None, help="Metrics as JSON lines; default <save>/metrics.jsonl.")
     tensorboard_dir: str | None = config_field(None, help="TensorBoard folder; default: no TensorBoard.")
-    tensorboard_log_interval: int | None = config_field(None, minimum=1, unit="steps", help="Steps between points; default log_interval.")
+    tensorboard_log_interval: int | None = config_field(
+        None, minimum=1, unit="steps", help="Steps between points; default log_interval."
+    )
     log_params_norm: bool = config_field(False, help="Log the L2 norm of the parameters.")
     wandb_project: str | None = config_field(None, help="Weights & Biases project; needs the wandb extra.")
     wandb_exp_name: str | None = config_field(None, help="Weights & Biases run name.")
@@ -182,7 +207,10 @@ class LoggingConfig(Section):
     progress_bar: str = config_field("auto", choices=("auto", "on", "off"), help="Progress bar with ETA; auto = on a terminal.")
     timing_log_level: int = config_field(0, minimum=0, maximum=2, help="0 = step time, 1 = phases, 2 = everything.")
     peak_tflops: float | None = config_field(
-        None, exclusive_minimum=0, unit="TFLOP/s", help="The device's dense peak for MFU; default: known GPUs' data sheet, on CPU measured."
+        None,
+        exclusive_minimum=0,
+        unit="TFLOP/s",
+        help="The device's dense peak for MFU; default: known GPUs' data sheet, on CPU measured.",
     )
 
 
