@@ -15,8 +15,11 @@ _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[^\]]*\])?\s*
 
 
 def requirements(pyproject: Path, extras: list[str]) -> list[str]:
-    """Dependencies and those of `extras`, as written, each once. KeyError for an extra that is not there."""
+    """Dependencies and those of `extras`, as written, each once. Ends the program for an extra that is not there."""
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    unknown = set(extras) - set(project["optional-dependencies"])
+    if unknown:
+        sys.exit(f"no extra named {', '.join(sorted(unknown))}; {pyproject} has {', '.join(sorted(project['optional-dependencies']))}")
     lists = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
     return list(dict.fromkeys(requirement for one in lists for requirement in one))
 
