@@ -114,11 +114,12 @@ class OptimizerParamScheduler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at the saved position.
 
-        The curve's values must equal the saved ones, except with `override_opt_param_scheduler` (this configuration's are
+        The values that shape the curve (with a constant rate the length of the decay does not, so such a run may be prolonged)
+        must equal the saved ones, except with `override_opt_param_scheduler` (this configuration's are
         kept) or `use_checkpoint_opt_param_scheduler` (the saved ones are taken). Raises ConfigError naming each difference.
         """
         if not self.override_opt_param_scheduler:
-            own = {**{name: getattr(self, name) for name in _CURVE}, **self._decoupled()}
+            own = {**{name: getattr(self, name) for name in self._effective_curve()}, **self._decoupled()}
             different = {name: state_dict[name] for name in own if name in state_dict and state_dict[name] != own[name]}
             if different and not self.use_checkpoint_opt_param_scheduler:
                 raise ConfigError(
@@ -129,6 +130,17 @@ class OptimizerParamScheduler:
                 self._set(name, value)
         self.num_steps = 0
         self.step(int(state_dict["num_steps"]))
+
+    def _effective_curve(self) -> list[str]:
+        """The fields of `_CURVE` that have an effect with the styles in use."""
+        idle = set()
+        if self.lr_decay_style == "constant":
+            idle |= {"lr_decay_steps", "min_lr"}
+        if self.lr_decay_style != "WSD":
+            idle |= {"wsd_decay_steps", "lr_wsd_decay_style"}
+        if self.wd_incr_style == "constant":
+            idle |= {"wd_incr_steps", "start_wd"}
+        return [name for name in _CURVE if name not in idle]
 
     def _decay_coefficient(self) -> float:
         ratio = (self.num_steps - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)

@@ -213,6 +213,8 @@ class Trainer:
             finally:
                 self.data.close()
                 self.loggers.close()
+                if self.store is not None:
+                    self.store.release()
         self._notify("on_train_end")
         self._say(f"stopped at iteration {self.state.iteration}: {stop.reason}" if stop else "training is done")
         return self.state

@@ -50,7 +50,7 @@ def test_dropout_masks_differ_over_data_parallel_ranks_and_repeat_with_the_seed(
 
 
 def test_decay_applies_to_matrices_only(data: str) -> None:
-    flags = dict(data_path=data, train_iters=1, eval_iters=0, add_bias_linear=True, lr=1e-3, min_lr=1e-3)
+    flags = dict(data_path=data, train_iters=1, eval_iters=0, disable_bias_linear=None, lr=1e-3, min_lr=1e-3)
     none = train_job(t0_flags(**flags, weight_decay=0.0))
     half = train_job(t0_flags(**flags, weight_decay=0.5))
     for name, start in none.initial.items():
