@@ -35,7 +35,7 @@ def choose_attention_backend(config: TransformerConfig, device: torch.device) ->
         if reason is not None:
             raise ConfigError(f"attention_backend={config.attention_backend} cannot be used: {reason}; use auto or torch")
         return backend(config)
-    reasons = []
+    reasons: list[str] = []
     for name in AUTOMATIC_ORDER:
         reason = ATTENTION_BACKENDS[name].supports(config, device)
         if reason is None:

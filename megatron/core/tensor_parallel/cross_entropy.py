@@ -2,8 +2,8 @@
 
     loss_i = logsumexp_j(x_ij) - x_i,t(i)          d loss_i / d x_ij = softmax(x_i)_j - [j = t(i)]
 
-Forward walks over blocks of rows in at least fp32 and keeps one number per row (the log-sum-exp). Backward recomputes the softmax
-block by block and writes the gradient over the logits, so neither a softmax nor a second [tokens, vocabulary] array exists.
+Forward walks over blocks of rows in at least fp32 and keeps two numbers per row. Backward recomputes the softmax block by block
+and writes the gradient over the logits, so neither a softmax nor a second [tokens, vocabulary] array exists.
 """
 
 from typing import Any
@@ -33,31 +33,34 @@ def vocab_parallel_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """With m = max_j x_ij and z = sum_j exp(x_ij - m): loss = log z - (x_it - m), which stays exact for large logits."""
+
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, reuse_logits: bool) -> torch.Tensor:
-        flat, flat_targets = logits.reshape(-1, logits.size(-1)), targets.reshape(-1)
-        accumulate = torch.promote_types(logits.dtype, torch.float32)
-        log_normalizer = torch.empty(flat.size(0), dtype=accumulate, device=flat.device)
+        flat, flat_targets = logits.reshape(-1, logits.size(-1)), targets.reshape(-1, 1)
+        true_logits, accumulate = flat[:, :vocab_size], torch.promote_types(logits.dtype, torch.float32)
+        largest = true_logits.amax(1, keepdim=True).to(accumulate)
+        total = torch.empty_like(largest)
         for rows in _row_blocks(flat):
-            torch.logsumexp(flat[rows, :vocab_size].to(accumulate), -1, out=log_normalizer[rows])
-        picked = flat[:, :vocab_size].gather(1, flat_targets[:, None]).squeeze(1).to(accumulate)
-        ctx.save_for_backward(logits, targets, log_normalizer)
+            torch.sum((true_logits[rows] - largest[rows]).exp_(), 1, keepdim=True, out=total[rows])
+        picked = true_logits.gather(1, flat_targets).to(accumulate)
+        ctx.save_for_backward(logits, targets, largest, total)
         ctx.vocab_size, ctx.reuse_logits, ctx.overwritten = vocab_size, reuse_logits, False
-        return (log_normalizer - picked).view(targets.shape)
+        return (total.log() - (picked - largest)).view(targets.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         if ctx.overwritten:
             raise RuntimeError("cross entropy with reuse_logits=True allows one backward; the first one overwrote the logits")
-        logits, targets, log_normalizer = ctx.saved_tensors
+        logits, targets, largest, total = ctx.saved_tensors
         ctx.overwritten = ctx.reuse_logits
         flat = logits.reshape(-1, logits.size(-1))
         out = flat if ctx.reuse_logits else torch.empty_like(flat)
-        scale, flat_targets = grads[0].reshape(-1, 1), targets.reshape(-1, 1)
+        scale, flat_targets = grads[0].reshape(-1, 1) / total, targets.reshape(-1, 1)
         for rows in _row_blocks(flat):
-            softmax = (flat[rows, : ctx.vocab_size] - log_normalizer[rows, None]).exp_()
-            softmax.scatter_add_(1, flat_targets[rows], softmax.new_full((softmax.size(0), 1), -1.0))
-            torch.mul(softmax, scale[rows], out=out[rows, : ctx.vocab_size])
+            numerators = (flat[rows, : ctx.vocab_size] - largest[rows]).exp_()
+            numerators.scatter_add_(1, flat_targets[rows], -total[rows])
+            torch.mul(numerators, scale[rows], out=out[rows, : ctx.vocab_size])
         out[:, ctx.vocab_size :] = 0
         return out.view(logits.shape), None, None, None
 

@@ -5,6 +5,8 @@ Rows of `linear_qkv` are grouped by key/value head, as in Megatron, so that a cu
     group 0: q_0 .. q_{r-1}  k_0  v_0 | group 1: q_r .. q_{2r-1}  k_1  v_1 | ...        r = query heads per group
 """
 
+from typing import Any
+
 import torch
 
 from megatron.core.backends.attention_choice import choose_attention_backend
@@ -36,7 +38,7 @@ class SelfAttention(torch.nn.Module):
         self.config, self.layer_index, self.backend = config, layer_index, backend
         self.groups, self.head_dim = config.num_kv_heads, config.head_dim
         self.heads_per_group = config.num_attention_heads // config.num_kv_heads
-        common = {"dtype": config.params_dtype, "device": device, "pg_collection": pg_collection}
+        common: dict[str, Any] = {"dtype": config.params_dtype, "device": device, "pg_collection": pg_collection}
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             self.groups * (self.heads_per_group + 2) * self.head_dim,

@@ -1,5 +1,7 @@
 """MLP: widen, activate (gated or not), project back."""
 
+from typing import Any
+
 import torch
 
 from megatron.core.param_init import InitRule
@@ -16,7 +18,7 @@ class MLP(torch.nn.Module):
         self, config: TransformerConfig, *, device: torch.device | None, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__()
-        common = {"dtype": config.params_dtype, "device": device, "pg_collection": pg_collection}
+        common: dict[str, Any] = {"dtype": config.params_dtype, "device": device, "pg_collection": pg_collection}
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
             config.ffn_size * (2 if config.gated else 1),
