@@ -95,7 +95,8 @@ def all_reduce(
     if ordered:
         return _started(_OrderedAllReduce(tensor, group, _mean_factor(op, size), staging or Staging()), async_op)
     native_mean = op == "mean" and _averages(group)
-    reduce_op = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, dist.ReduceOp.AVG if native_mean else dist.ReduceOp.SUM)
+    sum_or_mean = dist.ReduceOp.AVG if native_mean else dist.ReduceOp.SUM
+    reduce_op = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, sum_or_mean)
     handle = dist.all_reduce(tensor, op=reduce_op, group=group, async_op=True)
     factor = 1.0 if native_mean else _mean_factor(op, size)
     return _started(_Native(handle, tensor, factor), async_op)

@@ -1,0 +1,293 @@
+"""DistributedOptimizer: ZeRO stage 1. Each data-parallel rank keeps main params and states of its shards only.
+
+    grad buffer --reduce-scatter--> grad shard --update--> main shard --cast--> param shard --all-gather--> param buffer
+
+Bucket by bucket in forward order; with overlap_param_gather_with_optimizer_step a bucket's gather starts as soon as its shard
+is written, else after the last bucket. In fp32 the main shard is the param shard: nothing is copied.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core import collectives
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel, link_model_chunks
+from megatron.core.distributed.param_and_grad_buffer import (
+    GatherState,
+    _ParamAndGradBucket,
+    _ParamAndGradBucketGroup,
+    _ParamAndGradBuffer,
+    gather_params,
+)
+from megatron.core.distributed.param_layout import Range
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.optimizer.distrib_optimizer_state import cut_params, gather_flat, logical_tensor, scatter_flat
+from megatron.core.optimizer.optimizer import WIDE_DTYPES, MainParam, MegatronOptimizer, UpdateUnit, norm_ranges
+from megatron.core.optimizer.shard_map import build_shard_map
+from megatron.core.param_meta import ParamMeta, param_meta
+
+__all__ = ["DistributedOptimizer", "Range"]
+
+DP_ZERO_FORMAT = "megadlms optimizer dp-zero 1"
+
+
+class DistributedOptimizer(MegatronOptimizer):
+    """Optimizer over the shards of DistributedDataParallel's buckets (ddp_config.use_distributed_optimizer)."""
+
+    # Units
+
+    def _build_units(self) -> list[UpdateUnit]:
+        link_model_chunks(self.model_chunks)
+        units = []
+        for chunk in self.model_chunks:
+            owner = {id(bucket): buffer for buffer in chunk.all_buffers() for bucket in buffer.buckets}
+            for group in reversed(chunk.bucket_groups):
+                unit = UpdateUnit([], [], [], [], [], bucket_group=group)
+                for bucket in group.buckets:
+                    self._add_bucket(unit, group, owner[id(bucket)], bucket)
+                units.append(unit)
+        return units
+
+    def _add_bucket(
+        self, unit: UpdateUnit, group: _ParamAndGradBucketGroup, buffer: _ParamAndGradBuffer, bucket: _ParamAndGradBucket
+    ) -> None:
+        assert bucket.param_data is not None
+        param_shard, grad_shard = group.local_shard(bucket.param_data), group.local_shard(bucket.grad_data)
+        main = param_shard
+        if param_shard.dtype not in WIDE_DTYPES:
+            main = param_shard.float()
+            unit.param_copies.append((param_shard, main))
+        grad = grad_shard
+        if grad_shard.dtype != main.dtype:
+            grad = torch.zeros_like(main)
+            unit.grad_copies.append((grad, grad_shard))
+        flats = {"main_param": main, **{name: torch.zeros_like(main) for name in self.rule.state_names}}
+        unit.flats.append(flats)
+
+        shard_map = self._build_model_gbuf_range(buffer, bucket.bucket_id)["param_map"]
+        for param, ranges in shard_map.items():
+            local = ranges["gbuf_local"].slice()
+            state = {name: flats[name][local] for name in self.rule.state_names}
+            unit.main_params.append(
+                MainParam(
+                    buffer.param_to_name[param],
+                    param,
+                    ranges["param"].start,
+                    main[local],
+                    grad[local],
+                    state,
+                    self._group_of[param],
+                )
+            )
+        counted = [ranges["gbuf_local"] for param, ranges in shard_map.items() if self._counts(param)]
+        expert = any(param_meta(param).is_expert for param in bucket.params_list)
+        (unit.expert if expert else unit.dense).extend(grad[held.slice()] for held in norm_ranges(counted))
+
+    @classmethod
+    def _build_model_gbuf_param_range_map(
+        cls,
+        param_world_index_map: Mapping[torch.nn.Parameter, tuple[int, int, int]],
+        gbuf_world_range: Range,
+        bucket_offset: int,
+    ) -> dict[torch.nn.Parameter, dict[str, Range]]:
+        """Megatron's name for `shard_map.build_shard_map`."""
+        return build_shard_map(param_world_index_map, gbuf_world_range, bucket_offset)
+
+    @classmethod
+    def _build_model_gbuf_range(
+        cls, param_and_grad_buffer: _ParamAndGradBuffer, bucket_index: int
+    ) -> dict[str, dict[torch.nn.Parameter, dict[str, Range]]]:
+        """{"param_map": ranges of the parameters in this rank's shard of one bucket}."""
+        rank = collectives.group_rank(param_and_grad_buffer.data_parallel_group)
+        bucket = param_and_grad_buffer.layout.buckets[bucket_index]
+        params = [param_and_grad_buffer.params[index] for index in sorted(bucket.params)]
+        index_map = {param: param_and_grad_buffer.param_index_map[param] for param in params}
+        shard = param_and_grad_buffer.shard_range(bucket_index, rank)
+        return {"param_map": cls._build_model_gbuf_param_range_map(index_map, shard, bucket.range.start)}
+
+    @classmethod
+    def _build_gbuf_range_map(
+        cls, param_and_grad_buffer: _ParamAndGradBuffer
+    ) -> dict[tuple[torch.dtype, torch.dtype], list[dict[str, dict[torch.nn.Parameter, dict[str, Range]]]]]:
+        """{(param dtype, grad dtype): one `_build_model_gbuf_range` per bucket}."""
+        key = (param_and_grad_buffer.param_dtype, param_and_grad_buffer.grad_dtype)
+        buckets = range(len(param_and_grad_buffer.buckets))
+        return {key: [cls._build_model_gbuf_range(param_and_grad_buffer, index) for index in buckets]}
+
+    # Step
+
+    def _after_unit(self, unit: UpdateUnit) -> None:
+        assert unit.bucket_group is not None
+        unit.bucket_group.mark_written()
+        if self.config.overlap_param_gather_with_optimizer_step:
+            unit.bucket_group.dispatch_gather()
+
+    def _after_update(self) -> None:
+        for index, chunk in enumerate(self.model_chunks):
+            waiting = [group for group in reversed(chunk.bucket_groups) if group.gather_state is GatherState.WRITTEN]
+            if not chunk.ddp_config.overlap_param_gather:
+                gather_params(waiting)
+            elif index == 0 or chunk.ddp_config.align_param_gather:
+                for group in waiting:
+                    group.dispatch_gather()
+
+    def _norm_groups(self, expert: bool) -> tuple[str, ...]:
+        if expert:
+            return ("expt_dp", "tp_ep_pp")
+        return (self._shard_group(), "mp")
+
+    def _shard_group(self) -> str:
+        """Group whose ranks share the dense shards: data x context parallel, or one instance of it."""
+        instances = self.model_chunks[0].ddp_config.num_distributed_optimizer_instances
+        return "intra_dp_cp" if instances > 1 else "dp_cp"
+
+    @torch.no_grad()
+    def reload_after_load(self) -> None:
+        """Main params were loaded: write them into the model and gather (a collective)."""
+        super().reload_after_load()
+        for chunk in self.model_chunks:
+            chunk.start_param_sync(force_sync=True)
+
+    # State
+
+    def _replica_groups(self, meta: ParamMeta) -> tuple[str, ...]:
+        instances = self.model_chunks[0].ddp_config.num_distributed_optimizer_instances
+        data = ("inter_dist_opt",) if instances > 1 and not meta.is_expert else ()
+        tp = "expt_tp" if meta.is_expert else "tp"
+        return data if meta.tp_dim is not None else (*data, tp)
+
+    def _layout(self) -> dict[str, Any]:
+        group = self._shard_group()
+        rank_and_size = [self.groups.rank(group), self.groups.size(group)]
+        return {"data-parallel rank and size": rank_and_size, **super()._layout()}
+
+    def sharded_state_dict(self, sharding_type: str = "fully_sharded_model_space") -> dict[str, ShardedTensor]:
+        """Logical tensors of the state.
+
+        sharding_type: fully_sharded_model_space = every rank gives its own parts (views: loading copies in place);
+            dp_zero_gather_scatter = data-parallel rank 0 gives all of its group's (copies, gathered here: a collective; for
+            saving only). Both write the same names and shapes, so either loads what the other wrote.
+        """
+        if sharding_type == "fully_sharded_model_space":
+            return self.sharded_param_state_fs_model_space()
+        if sharding_type == "dp_zero_gather_scatter":
+            return self.sharded_param_state_dp_zero()
+        raise ConfigError(
+            f"sharding_type={sharding_type!r} is unknown; use fully_sharded_model_space or dp_zero_gather_scatter"
+        )
+
+    def sharded_param_state_fs_model_space(self) -> dict[str, ShardedTensor]:
+        """What this rank holds of each logical tensor."""
+        return super().sharded_state_dict()
+
+    def sharded_param_state_dp_zero(self) -> dict[str, ShardedTensor]:
+        """All logical tensors on data-parallel rank 0, none on the others (a collective)."""
+        state = self.get_parameter_state_dp_zero()
+        tensors = {}
+        for name, values in state["params"].items() if state is not None else ():
+            param = self._param_by_name(name)
+            for key, value in values.items():
+                replication = self._replication(param_meta(param))
+                tensor = logical_tensor(f"optimizer.{key}.{name}", param, 0, value.view(-1), replication)
+                tensors[tensor.name] = tensor
+        return tensors
+
+    @torch.no_grad()
+    def get_parameter_state_dp_zero(self) -> dict[str, Any] | None:
+        """Whole main params and states of all parameters on data-parallel rank 0 (a collective over its group).
+
+        {"format", "common", "params": {parameter: {"main_param" | state name: tensor of the parameter's shape}}}, on CPU; None
+        on the other ranks.
+        """
+        params: dict[str, dict[str, torch.Tensor]] = {}
+        for _, buffer, bucket, flats in self._buckets():
+            ranges = self._ranges(buffer, bucket)
+            for key in self.state_names:
+                whole = gather_flat(flats[key], buffer.data_parallel_group)
+                if whole is not None:
+                    for name, value in cut_params(whole.cpu(), ranges, bucket.offset).items():
+                        params.setdefault(name, {})[key] = value.clone()
+        if any(collectives.group_rank(buffer.data_parallel_group) for _, buffer, _, _ in self._buckets()):
+            return None
+        return {"format": DP_ZERO_FORMAT, "common": self.common_state_dict(), "params": params}
+
+    @torch.no_grad()
+    def load_parameter_state_from_dp_zero(self, state: Mapping[str, Any] | None) -> None:
+        """Inverse of `get_parameter_state_dp_zero`: rank 0 gives the state, every rank takes its shard (a collective).
+
+        Raises CheckpointError on all ranks of the group if the state doesn't fit.
+        """
+        problem = _common_problem(self._dp_zero_problem(state), self.model_chunks[0])
+        if problem is not None:
+            raise CheckpointError(problem)
+        for _, buffer, bucket, flats in self._buckets():
+            ranges = self._ranges(buffer, bucket)
+            for key in self.state_names:
+                whole = None
+                if collectives.group_rank(buffer.data_parallel_group) == 0:
+                    assert state is not None
+                    whole = torch.zeros(bucket.grad_data.numel(), dtype=flats[key].dtype, device=flats[key].device)
+                    for name, view in cut_params(whole, ranges, bucket.offset).items():
+                        view.copy_(state["params"][name][key])
+                scatter_flat(whole, flats[key], buffer.data_parallel_group)
+        common = collectives.gather_objects(None if state is None else state["common"], self._main_group())[0]
+        self.load_common_state_dict(common)
+        self.reload_after_load()
+
+    def save_parameter_state(self, filename: str | Path) -> None:
+        """Write `get_parameter_state_dp_zero` to a file on data-parallel rank 0 (a collective)."""
+        state = self.get_parameter_state_dp_zero()
+        if state is not None:
+            torch.save(state, filename)
+
+    def load_parameter_state(self, filename: str | Path) -> None:
+        """Read what `save_parameter_state` wrote, with any data-parallel size (a collective; rank 0 reads the file)."""
+        state = None
+        if collectives.group_rank(self._main_group()) == 0:
+            state = torch.load(filename, map_location="cpu", weights_only=True)
+        self.load_parameter_state_from_dp_zero(state)
+
+    def _main_group(self) -> collectives.Group:
+        return getattr(self.groups, self._shard_group())
+
+    def _buckets(self) -> list[tuple[UpdateUnit, _ParamAndGradBuffer, _ParamAndGradBucket, dict[str, torch.Tensor]]]:
+        """Every bucket with its unit, buffer and flat shards, in the order of the updates."""
+        owner = {id(b): buffer for chunk in self.model_chunks for buffer in chunk.all_buffers() for b in buffer.buckets}
+        found = []
+        for unit in self.units:
+            assert unit.bucket_group is not None
+            for bucket, flats in zip(unit.bucket_group.buckets, unit.flats, strict=True):
+                found.append((unit, owner[id(bucket)], bucket, flats))
+        return found
+
+    @staticmethod
+    def _ranges(buffer: _ParamAndGradBuffer, bucket: _ParamAndGradBucket) -> dict[str, tuple[int, torch.Size]]:
+        return {buffer.param_to_name[param]: (buffer.param_index_map[param][0], param.shape) for param in bucket.params_list}
+
+    def _param_by_name(self, name: str) -> torch.nn.Parameter:
+        return next(param for chunk in self.model_chunks for param, known in chunk.param_to_name.items() if known == name)
+
+    def _dp_zero_problem(self, state: Mapping[str, Any] | None) -> str | None:
+        """Why rank 0's state can't be loaded; None elsewhere and if it can."""
+        if collectives.group_rank(self._main_group()) != 0:
+            return None
+        if state is None or state.get("format") != DP_ZERO_FORMAT:
+            return "not a parameter state that save_parameter_state wrote"
+        for chunk in self.model_chunks:
+            for param, name in chunk.param_to_name.items():
+                saved = state["params"].get(name)
+                if saved is None or sorted(saved) != sorted(self.state_names):
+                    return f"the parameter state has no {', '.join(self.state_names)} of {name}"
+                shape = list(saved["main_param"].shape)
+                if shape != list(param.shape):
+                    return f"{name} is {shape} in the parameter state, {list(param.shape)} in the model"
+        return None
+
+
+def _common_problem(own: str | None, chunk: DistributedDataParallel) -> str | None:
+    """The first problem that any data-parallel rank has, on all of them."""
+    problems = collectives.gather_objects(own, chunk.pg_collection.dp_cp)
+    return next((problem for problem in problems if problem is not None), None)

@@ -1,0 +1,73 @@
+"""Bytes of model state per rank, counted from the tensors that hold it."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on this rank, alignment padding included. `padding` says how many of them are padding.
+
+    params, grads: whole, on every rank. main_params: fp32 copies (none of fp32 parameters). main_grads: fp32 copies of 16-bit
+    gradients. moments: the optimizer's states.
+    """
+
+    params: int
+    grads: int
+    main_params: int
+    main_grads: int
+    moments: int
+    padding: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.params + self.grads + self.main_params + self.main_grads + self.moments
+
+    def __str__(self) -> str:
+        parts = [f"{field.name} {getattr(self, field.name) / 2**20:.1f}" for field in dataclasses.fields(self)]
+        return f"model state per rank, MiB: total {self.total / 2**20:.1f} = " + ", ".join(parts[:-1]) + f" (of it {parts[-1]})"
+
+
+def memory_report(model_chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> MemoryReport:
+    """Count what this rank holds."""
+    buffers = [buffer for chunk in model_chunks for buffer in chunk.all_buffers()]
+    frozen = sum(param.nbytes for chunk in model_chunks for param in chunk.module.parameters() if not param.requires_grad)
+    params = frozen + sum(
+        sum(param.nbytes for param in buffer.params) if buffer.param_data is None else buffer.param_data.nbytes
+        for buffer in buffers
+    )
+    padding = sum(
+        (buffer.numel - buffer.numel_unpadded)
+        * (buffer.grad_data.itemsize + (0 if buffer.param_data is None else buffer.param_data.itemsize))
+        for buffer in buffers
+    )
+    main_params = main_grads = moments = 0
+    for unit in optimizer.units:
+        main_params += _bytes(source for _, source in unit.param_copies)
+        main_grads += _bytes(target for target, _ in unit.grad_copies)
+        if unit.flats:
+            held = sum(main.main.numel() for main in unit.main_params)
+            for flats in unit.flats:
+                moments += _bytes(tensor for name, tensor in flats.items() if name != "main_param")
+            copies = _bytes_per_element(unit.param_copies, 1) + _bytes_per_element(unit.grad_copies, 0)
+            states = sum(tensor.itemsize for name, tensor in unit.flats[0].items() if name != "main_param")
+            padding += (sum(flats["main_param"].numel() for flats in unit.flats) - held) * (copies + states)
+        else:
+            moments += _bytes(tensor for main in unit.main_params for tensor in main.state.values())
+    return MemoryReport(
+        params, sum(buffer.grad_data.nbytes for buffer in buffers), main_params, main_grads, moments, padding
+    )
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _bytes_per_element(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], index: int) -> int:
+    return copies[0][index].itemsize if copies else 0

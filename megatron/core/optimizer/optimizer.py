@@ -1,0 +1,554 @@
+"""Optimizers over whole parameters, and what all optimizers share: main params, norm and clip, loss scale, state.
+
+    UpdateUnit   parameters that are updated together: all of a model, or one bucket's shards (DistributedOptimizer)
+      MainParam  one parameter's part in it: main (what is updated), grad, state
+
+A step: copy 16-bit gradients to fp32, sum of squares over all ranks (each logical parameter once), then - only if that is
+finite - the update, unit by unit, with loss scale and clip factor applied inside the kernel.
+"""
+
+import dataclasses
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.core import collectives
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
+from megatron.core.distributed.param_layout import SHARD_ALIGNMENT, Range
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, sum_of_squares
+from megatron.core.optimizer.distrib_optimizer_state import Replication, logical_tensor
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler, build_grad_scaler
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import (
+    Condition,
+    build_param_groups,
+    group_scalars,
+    load_group_scalars,
+)
+from megatron.core.optimizer.update_rules import UpdateRule, build_update_rule
+from megatron.core.param_meta import ParamMeta, param_meta
+
+STATE_FORMAT = "megadlms optimizer shard 1"
+WIDE_DTYPES = (torch.float32, torch.float64)  # parameters of these dtypes are their own main params
+
+StepResult = tuple[bool, float, int | None]
+
+
+@dataclasses.dataclass(eq=False)
+class MainParam:
+    """The elements [start, start + len(main)) of a flattened parameter, as the optimizer sees them.
+
+    main: 1-D, fp32 (or the parameter's own memory where it is wide). grad: 1-D, same dtype. state: name -> 1-D, like main.
+    """
+
+    name: str
+    param: torch.nn.Parameter
+    start: int
+    main: torch.Tensor
+    grad: torch.Tensor
+    state: dict[str, torch.Tensor]
+    group: dict[str, Any]
+
+
+@dataclasses.dataclass
+class UpdateUnit:
+    """Main params that are updated together.
+
+    grad_copies, param_copies: (to, from) pairs that carry gradients into fp32 before the norm, and main params into the model
+    after the update. dense, expert: flat gradients that this rank adds to the norm. bucket_group: whose gather follows.
+    flats: per bucket, name -> this rank's flat shard (main_param and states).
+    """
+
+    main_params: list[MainParam]
+    grad_copies: list[tuple[torch.Tensor, torch.Tensor]]
+    param_copies: list[tuple[torch.Tensor, torch.Tensor]]
+    dense: list[torch.Tensor]
+    expert: list[torch.Tensor]
+    bucket_group: _ParamAndGradBucketGroup | None = None
+    flats: list[dict[str, torch.Tensor]] = dataclasses.field(default_factory=list)
+
+    def copy_grads(self) -> None:
+        """16-bit gradients -> fp32."""
+        for target, source in self.grad_copies:
+            target.copy_(source)
+
+    def copy_params(self) -> None:
+        """Main params -> model parameters, rounded to their dtype."""
+        for target, source in self.param_copies:
+            target.copy_(source)
+
+    def update(self, rule: UpdateRule, divisor: float) -> None:
+        """One step of `rule` on every main param, group by group."""
+        for group, mains, grads, states in self._by_group:
+            rule.update(mains, grads, states, group, divisor)
+
+    @functools.cached_property
+    def _by_group(self) -> list[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor], dict[str, list[torch.Tensor]]]]:
+        groups = {id(main.group): main.group for main in self.main_params}
+        lists = []
+        for key, group in groups.items():
+            members = [main for main in self.main_params if id(main.group) == key]
+            states = {name: [main.state[name] for main in members] for name in members[0].state}
+            lists.append((group, [main.main for main in members], [main.grad for main in members], states))
+        return lists
+
+
+@dataclasses.dataclass(frozen=True)
+class GradStats:
+    """Over all ranks: squared norm of the unscaled gradients, and number of zeros where it was asked for."""
+
+    square: float
+    num_zeros: int | None
+
+    @property
+    def norm(self) -> float:
+        """L2 norm."""
+        return math.sqrt(self.square) if self.square >= 0 else math.nan
+
+
+class MegatronOptimizer(ABC):
+    """What the training loop uses. Built by `get_megatron_optimizer`.
+
+    Args:
+        config: hyperparameters and precision.
+        model_chunks: this rank's model, wrapped.
+        no_weight_decay_cond, scale_lr_cond, lr_mult: see `build_param_groups`.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        model_chunks: Sequence[DistributedDataParallel],
+        *,
+        no_weight_decay_cond: Condition | None = None,
+        scale_lr_cond: Condition | None = None,
+        lr_mult: float = 1.0,
+    ) -> None:
+        self.config = config
+        self.model_chunks = list(model_chunks)
+        self.groups = self.model_chunks[0].pg_collection
+        self.grad_scaler: MegatronGradScaler = build_grad_scaler(config)
+        named = [(name, param) for chunk in self.model_chunks for param, name in chunk.param_to_name.items()]
+        self.device = named[0][1].device if named else torch.device("cpu")
+        self.rule: UpdateRule = build_update_rule(config, self.device)
+        self._param_groups, self._group_of = build_param_groups(
+            config,
+            named,
+            self.rule.hyperparameters(),
+            no_weight_decay_cond=no_weight_decay_cond,
+            scale_lr_cond=scale_lr_cond,
+            lr_mult=lr_mult,
+        )
+        self.units: list[UpdateUnit] = self._build_units()
+        for main in self.main_params():
+            main.group["params"].append(main.main)
+
+    @abstractmethod
+    def _build_units(self) -> list[UpdateUnit]:
+        """Main params and states of this rank, in the order of the updates."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The live groups: what is written into them counts in the next step."""
+        return self._param_groups
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """main_param and the update rule's states."""
+        return ("main_param", *self.rule.state_names)
+
+    def main_params(self) -> Iterable[MainParam]:
+        """All main params of this rank."""
+        return (main for unit in self.units for main in unit.main_params)
+
+    # Step
+
+    @torch.no_grad()
+    def step(self) -> StepResult:
+        """(success, grad_norm, num_zeros), the same on every rank.
+
+        grad_norm: of the unscaled gradients before clipping, each logical parameter counted once. If it is not finite nothing
+        is updated anywhere and success is False. num_zeros: None unless log_num_zeros_in_grad.
+        """
+        stats = self.grad_stats()
+        success = math.isfinite(stats.square)
+        scale = self.grad_scaler.value
+        self.grad_scaler.update(not success)
+        if success:
+            self.apply(scale / clip_coefficient(self.config.clip_grad, stats.norm))
+        return success, stats.norm, stats.num_zeros
+
+    @torch.no_grad()
+    def grad_stats(self) -> GradStats:
+        """Norm and zeros of the step's gradients over all ranks; leaves the gradients in fp32 for `apply`."""
+        for unit in self.units:
+            unit.copy_grads()
+        dense = self._local_totals(expert=False)
+        expert = self._local_totals(expert=True)
+        if self.groups.size("ep") == 1 and self.groups.size("expt_tp") == self.groups.size("tp"):
+            dense, expert = dense + expert, torch.zeros_like(expert)  # both kinds are spread over the same ranks
+        else:
+            self._sum_over_ranks(expert, expert=True)
+        self._sum_over_ranks(dense, expert=False)
+        square, num_zeros = (dense + expert).tolist()
+        counted = int(num_zeros) if self.config.log_num_zeros_in_grad else None
+        return GradStats(square / self.grad_scaler.value**2, counted)
+
+    def _local_totals(self, expert: bool) -> torch.Tensor:
+        """fp64 [2]: sum of squares and number of zeros of the gradients that this rank counts."""
+        square = sum_of_squares(flat for unit in self.units for flat in (unit.expert if expert else unit.dense))
+        zeros = torch.zeros((), dtype=torch.int64)
+        if self.config.log_num_zeros_in_grad:
+            mains = [main for main in self.main_params() if param_meta(main.param).is_expert == expert]
+            zeros = count_zeros(main.grad for main in mains if self._counts(main.param))
+        return torch.stack([square.to(self.device), zeros.to(self.device, torch.float64)])
+
+    def _sum_over_ranks(self, totals: torch.Tensor, expert: bool) -> None:
+        for name in self._norm_groups(expert):
+            collectives.all_reduce(totals, getattr(self.groups, name))  # sum, fp64
+
+    def get_grad_norm(self) -> float:
+        """Norm of the step's gradients over all ranks."""
+        return self.grad_stats().norm
+
+    @torch.no_grad()
+    def apply(self, divisor: float) -> None:
+        """Update with the gradients that `grad_stats` left, divided by `divisor`."""
+        self.finish_param_sync()
+        for group in self._param_groups:
+            group["step"] += 1
+        for unit in self.units:
+            unit.update(self.rule, divisor)
+            unit.copy_params()
+            self._after_unit(unit)
+        self._after_update()
+
+    def _after_unit(self, unit: UpdateUnit) -> None:
+        """A unit's main params and model parameters are new."""
+        return
+
+    def _after_update(self) -> None:
+        """All are."""
+        return
+
+    def _norm_groups(self, expert: bool) -> tuple[str, ...]:
+        """Groups whose ranks hold different parameters, or parts of them."""
+        return ("tp_ep_pp",) if expert else ("mp",)
+
+    def _counts(self, param: torch.nn.Parameter) -> bool:
+        """Whether this rank is the one that counts the parameter (not a replica of another rank's)."""
+        meta = param_meta(param)
+        tp_group = "expt_tp" if meta.is_expert else "tp"
+        if meta.tp_dim is None and self.groups.rank(tp_group) > 0:
+            return False
+        return not (meta.shared_embedding and self.groups.rank("embd") > 0)
+
+    # Loss scale, gradients, parameters
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """fp32 tensor [1]."""
+        return self.grad_scaler.scale.to(self.device)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call backward on."""
+        return loss * self.grad_scaler.value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop `param.grad` and zero the gradient buffers."""
+        for chunk in self.model_chunks:
+            for param in chunk.param_to_name:
+                param.grad = None
+            chunk.zero_grad_buffer()
+
+    def finish_param_sync(self) -> None:
+        """Complete pending parameter gathers; call before parameters are read without running the model."""
+        for chunk in self.model_chunks:
+            chunk.finish_param_sync()
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Model parameters were changed (loaded): take them as main params."""
+        self.finish_param_sync()
+        for unit in self.units:
+            for model, main in unit.param_copies:
+                main.copy_(model)
+
+    @torch.no_grad()
+    def reload_after_load(self) -> None:
+        """Main params were loaded: take them as model parameters, on all ranks (a collective)."""
+        for unit in self.units:
+            unit.copy_params()
+
+    # State of this rank
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: local (never a collective), for torch.save. Loads into the same rank of the same layout."""
+        return {
+            "format": STATE_FORMAT,
+            "layout": self._layout(),
+            "common": self.common_state_dict(),
+            "state": {
+                main.name: {name: tensor.clone() for name, tensor in self._tensors_of(main).items()}
+                for main in self.main_params()
+            },
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`. Raises CheckpointError for the state of another rank or layout."""
+        if state_dict.get("format") != STATE_FORMAT:
+            raise CheckpointError(f"not an optimizer state of this version (format {state_dict.get('format')!r}); {_ADVICE}")
+        saved, own = state_dict["layout"], self._layout()
+        for key in own:
+            if saved.get(key) != own[key]:
+                difference = f"{_short(saved.get(key))}, here {_short(own[key])}"
+                raise CheckpointError(f"the optimizer state was saved with another {key}: {difference}; {_ADVICE}")
+        for main in self.main_params():
+            for name, tensor in self._tensors_of(main).items():
+                tensor.copy_(state_dict["state"][main.name][name])
+        self.load_common_state_dict(state_dict["common"])
+        self.finish_param_sync()
+        self._load_back()
+
+    def _load_back(self) -> None:
+        """After a local load; model parameters of other ranks' shards come with the model's own state."""
+        for unit in self.units:
+            unit.copy_params()
+
+    def common_state_dict(self) -> dict[str, Any]:
+        """JSON-able, the same on all ranks of a stage: step, parameter groups' scalars, loss scaler."""
+        return {
+            "step": max((group["step"] for group in self._param_groups), default=0),
+            "param_groups": [group_scalars(group) for group in self._param_groups],
+            "grad_scaler": self.grad_scaler.state_dict(),
+        }
+
+    def load_common_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `common_state_dict`. Groups are matched by what they are, hyperparameters stay this run's."""
+        load_group_scalars(self._param_groups, state["param_groups"], state["step"])
+        self.grad_scaler.load_state_dict(state["grad_scaler"])
+
+    def sharded_state_dict(self) -> dict[str, ShardedTensor]:
+        """What this rank holds of `optimizer.<main_param, exp_avg, ...>.<parameter>`: live memory, loading copies in place."""
+        return {tensor.name: tensor for main in self.main_params() for tensor in self._sharded(main)}
+
+    def _sharded(self, main: MainParam) -> list[ShardedTensor]:
+        meta = param_meta(main.param)
+        tensors = []
+        for name, data in self._tensors_of(main).items():
+            tensor = logical_tensor(f"optimizer.{name}.{main.name}", main.param, main.start, data, self._replication(meta))
+            if tensor.pieces:
+                tensors.append(tensor)
+        return tensors
+
+    def _replication(self, meta: ParamMeta) -> Replication:
+        tp = "expt_tp" if meta.is_expert else "tp"
+        copies, index = 1, 0
+        for name in self._replica_groups(meta):
+            copies, index = copies * self.groups.size(name), index * self.groups.size(name) + self.groups.rank(name)
+        return Replication(self.groups.rank(tp), self.groups.size(tp), copies, index)
+
+    def _replica_groups(self, meta: ParamMeta) -> tuple[str, ...]:
+        """Groups whose ranks hold the same part of the parameter's state."""
+        data = ("expt_dp",) if meta.is_expert else ("dp_cp",)
+        return data if meta.tp_dim is not None else (*data, "expt_tp" if meta.is_expert else "tp")
+
+    @staticmethod
+    def _tensors_of(main: MainParam) -> dict[str, torch.Tensor]:
+        return {"main_param": main.main, **main.state}
+
+    def _layout(self) -> dict[str, Any]:
+        """What must agree for a local state to be loaded."""
+        return {
+            "optimizer": type(self).__name__,
+            "states": list(self.state_names),
+            "tensor-parallel rank and size": [self.groups.rank("tp"), self.groups.size("tp")],
+            "pipeline rank and size": [self.groups.rank("pp"), self.groups.size("pp")],
+            "ranges": [[main.name, list(main.param.shape), main.start, main.main.numel()] for main in self.main_params()],
+        }
+
+
+class _WholeParamOptimizer(MegatronOptimizer):
+    """Every rank updates all parameters, with the same gradients."""
+
+    def _build_units(self) -> list[UpdateUnit]:
+        unit = UpdateUnit([], [], [], [], [])
+        for chunk in self.model_chunks:
+            for buffer in chunk.all_buffers():
+                grads = buffer.grad_data
+                if grads.dtype not in WIDE_DTYPES:
+                    grads = torch.zeros_like(grads, dtype=torch.float32)
+                    unit.grad_copies.append((grads, buffer.grad_data))
+                self._add_params(unit, buffer, grads)
+        return [unit]
+
+    def _add_params(self, unit: UpdateUnit, buffer: _ParamAndGradBuffer, grads: torch.Tensor) -> None:
+        counted = []
+        for param, (start, end, _) in buffer.param_index_map.items():
+            model = param.data.view(-1)
+            main = self._main_of(model)
+            if main is not model:
+                unit.param_copies.append((model, main))
+            state = {name: torch.zeros_like(main) for name in self.rule.state_names}
+            name, group = buffer.param_to_name[param], self._group_of[param]
+            unit.main_params.append(MainParam(name, param, 0, main, grads[start:end], state, group))
+            if self._counts(param):
+                counted.append(Range(start, end))
+        expert = any(param_meta(param).is_expert for param in buffer.params)
+        (unit.expert if expert else unit.dense).extend(grads[held.slice()] for held in norm_ranges(counted))
+
+    @abstractmethod
+    def _main_of(self, model: torch.Tensor) -> torch.Tensor:
+        """The main param of a flattened parameter; the parameter itself where it is wide."""
+
+
+class FP32Optimizer(_WholeParamOptimizer):
+    """For models whose parameters are all fp32 (or fp64): they are their own main params."""
+
+    def _main_of(self, model: torch.Tensor) -> torch.Tensor:
+        assert model.dtype in WIDE_DTYPES, model.dtype
+        return model
+
+
+class Float16OptimizerWithFloat16Params(_WholeParamOptimizer):
+    """For models with fp16 or bf16 parameters: fp32 main params beside them."""
+
+    def _main_of(self, model: torch.Tensor) -> torch.Tensor:
+        return model if model.dtype in WIDE_DTYPES else model.float()
+
+
+class ChainedOptimizer:
+    """Several optimizers over different parameters as one: one norm, one clip factor, one decision to skip.
+
+    Args:
+        chained_optimizers: with the same clip_grad and loss scaling.
+    """
+
+    def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
+        if not chained_optimizers:
+            raise ConfigError("ChainedOptimizer needs at least one optimizer")
+        first = chained_optimizers[0].config
+        for optimizer in chained_optimizers[1:]:
+            if (optimizer.config.clip_grad, optimizer.config.loss_scale, optimizer.config.fp16) != (
+                first.clip_grad,
+                first.loss_scale,
+                first.fp16,
+            ):
+                raise ConfigError("chained optimizers must have the same clip_grad, loss_scale and fp16")
+        self.chained_optimizers = list(chained_optimizers)
+        self.config = first
+        self.grad_scaler = self.chained_optimizers[0].grad_scaler
+        for optimizer in self.chained_optimizers:
+            optimizer.grad_scaler = self.grad_scaler
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The live groups of all."""
+        return [group for optimizer in self.chained_optimizers for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def step(self) -> StepResult:
+        """As `MegatronOptimizer.step`, with the norm over all parameters."""
+        stats = [optimizer.grad_stats() for optimizer in self.chained_optimizers]
+        zeros = [part.num_zeros for part in stats]
+        total = GradStats(sum(part.square for part in stats), None if None in zeros else sum(filter(None, zeros)))
+        success, scale = math.isfinite(total.square), self.grad_scaler.value
+        self.grad_scaler.update(not success)
+        if success:
+            divisor = scale / clip_coefficient(self.config.clip_grad, total.norm)
+            for optimizer in self.chained_optimizers:
+                optimizer.apply(divisor)
+        return success, total.norm, total.num_zeros
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of each."""
+        for optimizer in self.chained_optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """The common scale, fp32 tensor [1]."""
+        return self.chained_optimizers[0].get_loss_scale()
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call backward on."""
+        return self.chained_optimizers[0].scale_loss(loss)
+
+    def finish_param_sync(self) -> None:
+        """Of each."""
+        for optimizer in self.chained_optimizers:
+            optimizer.finish_param_sync()
+
+    def reload_model_params(self) -> None:
+        """Of each."""
+        for optimizer in self.chained_optimizers:
+            optimizer.reload_model_params()
+
+    def reload_after_load(self) -> None:
+        """Of each."""
+        for optimizer in self.chained_optimizers:
+            optimizer.reload_after_load()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's states, local."""
+        return {"format": STATE_FORMAT, "chained": [optimizer.state_dict() for optimizer in self.chained_optimizers]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        saved = state_dict.get("chained", [])
+        if len(saved) != len(self.chained_optimizers):
+            raise CheckpointError(
+                f"the state holds {len(saved)} chained optimizers, here are {len(self.chained_optimizers)}; {_ADVICE}"
+            )
+        for optimizer, state in zip(self.chained_optimizers, saved, strict=True):
+            optimizer.load_state_dict(state)
+
+    def common_state_dict(self) -> dict[str, Any]:
+        """JSON-able state of each."""
+        return {"chained": [optimizer.common_state_dict() for optimizer in self.chained_optimizers]}
+
+    def load_common_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `common_state_dict`."""
+        for optimizer, part in zip(self.chained_optimizers, state["chained"], strict=True):
+            optimizer.load_common_state_dict(part)
+
+    def sharded_state_dict(self) -> dict[str, ShardedTensor]:
+        """Union of each one's tensors; parameter names are distinct."""
+        merged: dict[str, ShardedTensor] = {}
+        for optimizer in self.chained_optimizers:
+            for name, tensor in optimizer.sharded_state_dict().items():
+                if name in merged:
+                    raise CheckpointError(f"{name} belongs to two of the chained optimizers; give their models distinct names")
+                merged[name] = tensor
+        return merged
+
+
+def norm_ranges(ranges: Iterable[Range]) -> list[Range]:
+    """Parameters' ranges of a buffer, widened to whole rows of 32 (gaps are zero) and merged where only a gap is between.
+
+    Ranges begin at multiples of 32 and parameters at multiples of 64, so a gap is shorter than 64.
+    """
+    merged: list[Range] = []
+    for held in sorted(ranges, key=lambda item: item.start):
+        if held.size == 0:
+            continue
+        stop = -(-held.end // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
+        if merged and held.start - merged[-1].end <= SHARD_ALIGNMENT:
+            merged[-1] = Range(merged[-1].start, stop)
+        else:
+            merged.append(Range(held.start, stop))
+    return merged
+
+
+_ADVICE = "to change the layout load the distributed checkpoint (sharded_state_dict, --save/--load), which fits any layout"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:120] + "..."
