@@ -17,7 +17,8 @@ fuzz = settings(max_examples=200, deadline=None, suppress_health_check=list(Heal
 
 STRANGE = [
     "!!python/object/apply:os.system [touch /tmp/never]", "!!binary aGk=", "&a [*a]", "*nowhere", "{", "[", "- x", "? y",
-    "<<: *a", "1e400", "0777", "12:30", "9" * 400, "nan", "yes", "${GONE}", "${", "'", '"\\UFFFFFFFF"', '"\\ud800"', "\t", "%TAG ! !",
+    "<<: *a", "1e400", "0777", "12:30", "9" * 400, "nan", "yes", "${GONE}", "${", "'", '"\\UFFFFFFFF"', '"\\ud800"', "\t",
+    "%TAG ! !",
     "---", "...", "| \n  x", "> \n", "null", "", "[" * 200, "{a: " * 200, "\u2028", "@x", "`x`", "a: b: c", "# only", "-1",
     "1_", "0x1F",
 ]  # fmt: skip
