@@ -92,8 +92,9 @@ def known_peak_tflops(device_name: str, dtype: torch.dtype, allow_tf32: bool = F
 def _measured_cpu_tflops(dtype: torch.dtype, threads: int) -> float:
     """Best rate of a 768 x 768 product within 0.2 s. threads: part of the key only; the call uses torch's setting."""
     size, budget = 768, 0.2
-    left = torch.randn(size, size).to(dtype)
-    right = torch.randn(size, size).to(dtype)
+    own = torch.Generator().manual_seed(0)  # a measurement must not advance the run's random numbers
+    left = torch.randn(size, size, generator=own).to(dtype)
+    right = torch.randn(size, size, generator=own).to(dtype)
     out = torch.empty(size, size, dtype=dtype)
     torch.mm(left, right, out=out)  # warm-up: first use plans and allocates
     best, end = float("inf"), time.perf_counter() + budget

@@ -4,14 +4,16 @@
     srun            SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; the address of the first task's node
     plain python    one process, without torch.distributed
 
-`read_launch_environment` is pure; the other functions act on what it found.
+`read_launch_environment` is pure; the other functions act on what it found. `initialize_megatron` is a facade for scripts written
+for Megatron: it installs the global variables that those read.
 """
 
 import dataclasses
 import datetime
+import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +25,11 @@ from megatron.core.errors import ConfigError, ParallelStateError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, create_process_groups
 from megatron.core.rank_grid import RankGrid
+from megatron.core.tensor_parallel.random import model_parallel_seed
+from megatron.training import global_vars
+from megatron.training.arguments import Arguments, parse_args, validate_args
 from megatron.training.config.run_config import LaunchConfig
+from megatron.training.run_tokenizer import build_run_tokenizer
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OTHER_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "MV2_COMM_WORLD_SIZE": "mpirun", "PALS_LOCAL_SIZE": "aprun"}
@@ -113,6 +119,22 @@ def create_groups(
     groups = create_process_groups(grid, optimizer_instances=ddp.num_distributed_optimizer_instances, timeout=timeout)
     process_groups_config.install(groups)
     return groups
+
+
+def initialize_megatron(argv: Sequence[str] | None = None, *, parsed_args: Arguments | None = None) -> Arguments:
+    """Megatron's start: arguments, timers, tokenizer, torch.distributed, process groups and seeds, all installed globally.
+
+    argv: command line (default: this process's); parsed_args: arguments made elsewhere, instead. Returns the arguments.
+    Collective over all ranks. Raises ConfigError, DataError or ParallelStateError.
+    """
+    launch = read_launch_environment(os.environ)
+    args = validate_args(parse_args(argv) if parsed_args is None else parsed_args, launch.world_size)
+    config = args.config
+    initialize_distributed(config.launch, launch)
+    groups = create_groups(config.parallel, config.ddp, launch.world_size, config.launch)
+    model_parallel_seed(config.training.seed, groups)
+    global_vars.set_global_variables(args, tokenizer=build_run_tokenizer(config))
+    return args
 
 
 def shut_down() -> None:

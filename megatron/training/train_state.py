@@ -11,6 +11,7 @@ class TrainState:
     sequence length). skipped_iterations / nan_iterations: steps without an update (loss-scale overflow / non-finite).
     floating_point_operations: model FLOPs so far. logged_*: sums since the last log line, so that a log interval that
     spans a restart still shows a true token mean. evaluated_iteration: the last step whose evaluation was completed.
+    planned_samples: length of the run that drew the sample order (Megatron's order depends on it).
     """
 
     iteration: int = 0
@@ -25,6 +26,7 @@ class TrainState:
     logged_skipped: int = 0
     logged_nan: int = 0
     evaluated_iteration: int = 0
+    planned_samples: int = 0
 
     def as_dict(self) -> dict[str, int | float]:
         """Plain JSON values."""

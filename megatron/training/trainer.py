@@ -126,6 +126,7 @@ class Trainer:
             scheduler=self.scheduler,
             groups=groups,
         )
+        self.state = self._with_planned_samples(self.state)
         self._flops_per_token = flops_per_token(config.transformer_config(), config.data.seq_length, self._padded_vocab())
         self._accumulator = self._new_accumulator()
         self.loggers: RunLogger = self._open_logs()
@@ -169,6 +170,16 @@ class Trainer:
             wsd_decay_steps=plan.wsd_decay_samples,
             lr_wsd_decay_style=scheduler.lr_wsd_decay_style,
         )
+
+    def _with_planned_samples(self, state: TrainState) -> TrainState:
+        """The state with this run's length; says so where a prolonged run draws another order of samples."""
+        before, now = state.planned_samples, self.plan.train_samples
+        if before and before != now and self.config.data.data_shuffle == "megatron" and not self.config.data.mock_data:
+            self._say(
+                f"warning: the run was planned for {before} samples and is now for {now}; Megatron's sample order depends on that "
+                "number, so samples may repeat or be left out. data_shuffle=epoch has an order that does not"
+            )
+        return dataclasses.replace(state, planned_samples=now)
 
     def _padded_vocab(self) -> int:
         unit = self.config.model.make_vocab_size_divisible_by * self.config.parallel.tensor_model_parallel_size

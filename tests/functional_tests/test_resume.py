@@ -10,7 +10,7 @@ from tests.harness.d0 import write_d0
 from tests.harness.distributed import run_distributed
 from tests.harness.jobs import Job, read_metrics, train_job
 from tests.harness.t0 import t0_flags
-from tools.inspect_checkpoint import tensor_hashes
+from tools.inspect_checkpoint import hashed, open_step
 
 TIMES = ("step_time_s", "data_time_s", "exposed_comm_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "peak_memory_bytes", "eta_s")
 OVERLAP = dict(
@@ -35,6 +35,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(world_size: int, flags: list[str]) -> list[Job]:
     """The job on `world_size` ranks; one rank runs in this process, without torch.distributed."""
     return [train_job(flags)] if world_size == 1 else run_distributed(train_job, world_size, flags, timeout=120)
+
+
+def tensor_hashes(folder: pathlib.Path) -> dict[str, str]:
+    """sha256 of every logical tensor, optimizer state included, of a save directory's newest step or of one step's folder."""
+    with open_step(folder) as step:
+        return dict(hashed(step))
 
 
 def numbers(save: pathlib.Path) -> list[dict[str, Any]]:
