@@ -385,7 +385,7 @@ class Trainer:
             result,
             step_time_s=step_time,
             data_time_s=data_time,
-            exposed_comm_time_s=0.0,
+            exposed_comm_time_s=self.model.take_exposed_comm_time(),
             global_batch_size=batch,
             tokens=tokens,
         )

@@ -178,6 +178,16 @@ class DistributedDataParallel(torch.nn.Module):
                 if held.size:
                     yield ValidGrad(buffer.param_to_name[param], param, held.start - start, buffer.grad_data[held.slice()])
 
+    def take_exposed_comm_time(self) -> float:
+        """Seconds that this thread has waited for gradient reductions and parameter gathers since the last call.
+
+        On CUDA a wait only orders streams, so the figure is the host's share; on CPU it is the communication left uncovered.
+        """
+        total = sum(group.exposed_time_s for group in self.bucket_groups)
+        for group in self.bucket_groups:
+            group.exposed_time_s = 0.0
+        return total
+
     # Parameters
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:

@@ -14,6 +14,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+import time
 from collections.abc import Sequence
 
 import torch
@@ -139,6 +140,7 @@ class _ParamAndGradBucketGroup:
         self.gather_state = GatherState.IDLE
         self.param_gather_handle: Work | None = None
         self.next_param_gather_bucket_group: _ParamAndGradBucketGroup | None = None
+        self.exposed_time_s = 0.0  # wall time that the training thread spent waiting for these collectives
 
     # Gradients
 
@@ -231,11 +233,13 @@ class _ParamAndGradBucketGroup:
         works = self.grad_reduce_handle.works
         self.grad_reduce_handle = None
         replicated = collectives.group_size(self.reduction.replica_group) > 1
+        begun = time.perf_counter()
         for bucket, work in zip(self.buckets, works, strict=True):
             factor = self._final_factor(bucket, scale)
             work.wait(None if replicated else factor)
             if replicated:
                 self._reduce_between_instances(bucket, factor)
+        self.exposed_time_s += time.perf_counter() - begun
         self.reduce_state = ReduceState.DONE
 
     def _reduce_between_instances(self, bucket: _ParamAndGradBucket, factor: float | torch.Tensor | None) -> None:
@@ -325,7 +329,9 @@ class _ParamAndGradBucketGroup:
 
     def _wait_gather(self) -> None:
         assert self.param_gather_handle is not None, self.name
+        begun = time.perf_counter()
         self.param_gather_handle.wait()
+        self.exposed_time_s += time.perf_counter() - begun
         self.param_gather_handle = None
         self.gather_state = GatherState.DONE
 
