@@ -45,11 +45,14 @@ from megatron.training.flops import flops_per_token, peak_tflops
 from megatron.training.gpt_builder import build_gpt_model
 from megatron.training.loggers import RunLogger, build_loggers
 from megatron.training.metrics import EvalMetrics, MetricsAccumulator, StepResult
-from megatron.training.objectives import OBJECTIVES, ModelBatch, Objective
+from megatron.training.objectives import OBJECTIVES, Objective
 from megatron.training.plan import TrainingPlan
 from megatron.training.run_tokenizer import build_run_tokenizer, true_vocab_size
 from megatron.training.signals import StopSignals
 from megatron.training.train_state import TrainState
+
+# (model, microbatch on the device) -> (sum of weighted losses, number of counted tokens)
+LossFunction = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,8 @@ class Trainer:
         device, groups: where this rank computes and with whom it communicates (`megatron.training.initialize`).
         callbacks: observers; see `megatron.training.callbacks`.
         model_builder, objective: replace the GPT model or the objective named in the configuration.
+        loss_function: replaces the objective's way from microbatch to loss.
+        on_tokenizer: told of the tokenizer before the model is built.
 
     Raises ConfigError or DataError (on every rank alike) when the configuration cannot be run.
     """
@@ -90,10 +95,13 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         model_builder: Callable[..., torch.nn.Module] = build_gpt_model,
         objective: Objective | None = None,
+        loss_function: LossFunction | None = None,
+        on_tokenizer: Callable[[Tokenizer], None] | None = None,
     ) -> None:
         self.config, self.device, self.groups = config, device, groups
         self.callbacks = list(callbacks)
         self.objective = objective or OBJECTIVES[config.objective.objective]()
+        self._loss_function = loss_function or self._objective_loss
         self.timers = Timers(config.logging.timing_log_level)
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         problems = check_run_config(config, world)
@@ -106,6 +114,8 @@ class Trainer:
         if config.training.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         self.tokenizer: Tokenizer = on_all_ranks(lambda: build_run_tokenizer(config))
+        if on_tokenizer is not None:
+            on_tokenizer(self.tokenizer)
         self._vocab_size = true_vocab_size(config, self.tokenizer)
         self.data: TrainingData = build_data(
             config,
@@ -299,21 +309,20 @@ class Trainer:
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             with contextlib.nullcontext() if last else self.model.no_sync():
-                loss, count = self._loss(self._prepare(batch))
+                loss, count = self._loss(batch)
                 self.optimizer.scale_loss(loss).backward()
             loss_sum += loss.detach()
             tokens += count
         return loss_sum, tokens
 
-    def _prepare(self, batch: dict[str, torch.Tensor]) -> ModelBatch:
-        moved = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
-        return self.objective.prepare(moved, seed=self.config.training.seed)
+    def _loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sum of weighted losses, number of counted tokens) of a microbatch."""
+        return self._loss_function(self.model, {name: value.to(self.device, non_blocking=True) for name, value in batch.items()})
 
-    def _loss(self, batch: ModelBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        token_losses = self.model(
-            batch.tokens, batch.position_ids, labels=batch.labels, document_ids=batch.document_ids
-        )
-        return self.objective.reduce(token_losses, batch)
+    def _objective_loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = self.objective.prepare(batch, seed=self.config.training.seed)
+        token_losses = model(inputs.tokens, inputs.position_ids, labels=inputs.labels, document_ids=inputs.document_ids)
+        return self.objective.reduce(token_losses, inputs)
 
     def _agree(self, loss_sum: torch.Tensor, tokens: torch.Tensor) -> "Agreement":
         """One reduction for what all ranks must know alike: loss, tokens, whether the loss is finite, wishes to stop."""
@@ -442,7 +451,7 @@ class Trainer:
             tokens = torch.zeros((), dtype=torch.int64, device=self.device)
             with torch.no_grad():
                 for batch in microbatches:
-                    loss, count = self._loss(self._prepare(batch))
+                    loss, count = self._loss(batch)
                     loss_sum += loss
                     tokens += count
             yield loss_sum, tokens
