@@ -22,7 +22,7 @@ from megatron.core.tokenizers import Tokenizer
 from megatron.training.config import RunConfig, parse_command_line
 from megatron.training.data import dataset_config
 from megatron.training.plan import TrainingPlan
-from megatron.training.trainer import build_run_tokenizer
+from megatron.training.run_tokenizer import build_run_tokenizer
 
 
 def run_config(flags: Sequence[str]) -> RunConfig:
