@@ -46,11 +46,11 @@ fi
 step "5/6  how good is it"
 python tools/count_tokens.py "$RUN/data/corpus_text_document" --entropy --json >"$RUN/data/statistics.json"
 python tools/plot_metrics.py "$RUN/checkpoints/metrics.jsonl" --output "$RUN/loss.png" \
-    --reference "unigram entropy" "$(python -c 'import json,sys; print(json.load(open(sys.argv[1]))["unigram_entropy_nats"])' "$RUN/data/statistics.json")"
+    --reference "unigram entropy" "$(python -c 'import json,sys; print(json.load(open(sys.argv[1]))["datasets"][0]["unigram_entropy_nats"])' "$RUN/data/statistics.json")"
 python - "$RUN" <<'PY'
 import json, pathlib, sys
 run = pathlib.Path(sys.argv[1])
-entropy = json.loads((run / "data/statistics.json").read_text())["unigram_entropy_nats"]
+entropy = json.loads((run / "data/statistics.json").read_text())["datasets"][0]["unigram_entropy_nats"]
 lines = [json.loads(line) for line in (run / "checkpoints/metrics.jsonl").read_text().splitlines()]
 loss = [line["lm_loss"] for line in lines if line.get("split") == "validation"][-1]
 print(f"validation loss {loss:.3f} nats per token; a model that only knew word frequencies would have {entropy:.3f} (unigram entropy)")

@@ -331,3 +331,10 @@ def test_counts_of_a_pair(tmp_path, capsys):
     cut(bin_path(prefix), 1)
     assert count_tokens.main([prefix]) == 2
     assert bin_path(prefix) in capsys.readouterr().err
+
+
+def test_unigram_entropy_is_that_of_the_token_frequencies(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(count_tokens, "CHUNK", 3)
+    prefix = str(tmp_path / "four")
+    write_documents(prefix, [[0, 1, 2, 3], [3, 2, 1, 0], [7] * 8])  # shares 1/8, 1/8, 1/8, 1/8, 1/2
+    assert count_tokens.counts(prefix, entropy=True)["unigram_entropy_nats"] == pytest.approx(2.0 * np.log(2))
