@@ -74,7 +74,7 @@ def freeze_parameters(model: torch.nn.Module, patterns: Sequence[str]) -> None:
         raise ConfigError("; ".join(problems))
 
 
-def compile_layers(model: GPTModel) -> None:
+def compile_layers(model: GPTModel, backend: str = "inductor") -> None:
     """Compile every decoder layer with torch.compile; they share one compiled function, as they differ in weights only."""
     for layer in model.decoder.layers:
-        layer.compile()
+        layer.compile(backend=backend)
