@@ -20,7 +20,7 @@ def sum_of_squares(flats: Iterable[torch.Tensor]) -> torch.Tensor:
     """fp64 scalar, on the tensors' device (CPU without tensors).
 
     flats: 1-D, contiguous, each a multiple of 32 elements long (pieces of a buffer, gaps zero). A non-finite element makes the
-        result non-finite.
+        result non-finite; so do fp32 magnitudes above 1e18, whose squares don't fit (an overflow like any other).
     """
     total = None
     for flat in flats:

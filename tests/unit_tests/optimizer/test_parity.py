@@ -5,8 +5,10 @@ import itertools
 import pytest
 import torch
 
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.harness.distributed import run_distributed
-from tests.unit_tests.optimizer.toy import train, train_plain
+from tests.unit_tests.optimizer.toy import Toy, batch, build, run_step, token_loss_sum, train, train_plain
 
 PLAIN = {}
 REDUCE = {"overlap_grad_reduce": True}
@@ -29,13 +31,11 @@ def assert_same(got, expected):
 
 def assert_close(got, expected, tolerance):
     for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(got[name], expected[name], rtol=tolerance, atol=tolerance)
 
 
 def test_one_process_is_bit_equal_to_torch_adamw():
     # One gradient accumulation, no scale: the mean over the one process, loss divided before the backward as plain torch does.
-    from tests.unit_tests.optimizer.toy import Toy, batch, build, token_loss_sum
-
     expected, _ = train_plain(steps=4, clip=0)
     for ddp, opt in MODES.values():
         model, optimizer = build(ddp, {"clip_grad": 0.0, **opt}, reduce_op="mean", module=Toy())
@@ -50,12 +50,12 @@ def test_one_process_is_bit_equal_to_torch_adamw():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float64])
-def test_every_mode_equals_plain_torch_in_float64(size, dtype):
-    expected, norms = train_plain(dtype=dtype, clip=0.3)
+def test_every_mode_equals_plain_torch_in_float64(size):
+    expected, norms = train_plain(dtype=torch.float64, clip=0.3)
     for mode in ("plain, overlapped reduce", "sharded, all overlap"):
         ddp, opt = MODES[mode]
-        for params, got_norms, _ in run_distributed(train, size, 4, 1, {**ddp, "bucket_size": 100}, {**opt, "clip_grad": 0.3}, dtype):
+        options = ({**ddp, "bucket_size": 100}, {**opt, "clip_grad": 0.3}, torch.float64)
+        for params, got_norms, _ in run_distributed(train, size, 4, 1, *options):
             assert_close(params, expected, 1e-7)  # clip factor and gradient scale pass through fp32 kernel arguments
             assert got_norms == pytest.approx(norms, rel=1e-7)
 
@@ -74,7 +74,8 @@ def test_modes_and_bucket_sizes_are_bit_equal_and_agree_with_plain_torch(size, a
     expected, norms = train_plain(clip=0.3)
     by_rank = run_distributed(_many, size, [1, 150, None], accumulate)
     reference_params, reference_norms = by_rank[0]["plain", None]
-    assert_close(reference_params, expected, 2e-5)  # Adam's first steps are about lr x sign(gradient): rounding of tiny gradients
+    # Adam's first steps are about lr x sign(gradient), which rounding decides for tiny gradients.
+    assert_close(reference_params, expected, 2e-5)
     assert reference_norms == pytest.approx(norms, rel=1e-5)
     for results in by_rank:
         for key, (params, got_norms) in results.items():
@@ -125,8 +126,6 @@ def test_ten_overlapped_runs_are_bit_equal_to_one_without_overlap():
 
 def _in_eval():
     """Evaluation, a state_dict and a save between the steps see whole parameters."""
-    from tests.unit_tests.optimizer.toy import batch, build, run_step, token_loss_sum
-
     seen = []
     for mode in ("sharded", "sharded, all overlap"):
         ddp, opt = MODES[mode]
@@ -151,9 +150,8 @@ def test_evaluation_and_save_after_a_step_see_the_new_weights():
 
 
 def _replicated_instances(instances):
-    from megatron.core import parallel_state
-
-    groups = parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+    groups = ProcessGroupCollection.resolve(None)
     ddp, opt = MODES["sharded, all overlap"]
     return train(4, 1, {**ddp, "num_distributed_optimizer_instances": instances, "bucket_size": 150}, opt, groups=groups)
 
