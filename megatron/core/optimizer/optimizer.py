@@ -261,11 +261,13 @@ class MegatronOptimizer(ABC):
         return loss * self.grad_scaler.value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop `param.grad` and zero the gradient buffers."""
+        """Drop `param.grad`; the gradient buffers are the model's (`zero_grad_buffer`), as in Megatron."""
         for chunk in self.model_chunks:
             for param in chunk.param_to_name:
-                param.grad = None
-            chunk.zero_grad_buffer()
+                if set_to_none or param.grad is None:
+                    param.grad = None
+                else:
+                    param.grad.zero_()
 
     def finish_param_sync(self) -> None:
         """Complete pending parameter gathers; call before parameters are read without running the model."""
