@@ -12,11 +12,13 @@ User-defined symbols of a model are part of its text vocabulary, as SentencePiec
 """
 
 from collections.abc import Sequence
-
-import sentencepiece
+from typing import TYPE_CHECKING
 
 from megatron.core.errors import ConfigError
 from megatron.core.tokenizers.base import BytesStreamDecoder, StreamDecoder, Tokenizer, existing_file
+
+if TYPE_CHECKING:
+    import sentencepiece
 
 _SPACE = "\u2581"
 _UNKNOWN_TEXT = " \u2047 "  # what SentencePiece prints for an unknown piece
@@ -91,7 +93,9 @@ class _NoFirstSpace(StreamDecoder):
         return text.removeprefix(" ")
 
 
-def _load(path: str) -> sentencepiece.SentencePieceProcessor:
+def _load(path: str) -> "sentencepiece.SentencePieceProcessor":
+    import sentencepiece  # here, so that runs with another tokenizer do not load it
+
     try:
         return sentencepiece.SentencePieceProcessor(model_file=path)
     except (RuntimeError, OSError) as error:
