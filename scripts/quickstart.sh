@@ -29,15 +29,17 @@ step "3/6  preprocessing to .bin/.idx"
 step "4/6  training on 2 ranks: killed half-way, then resumed from its newest checkpoint"
 POINTER="$RUN/checkpoints/latest_checkpointed_iteration.txt"
 if [ ! -s "$POINTER" ]; then
-    setsid "${LAUNCH[@]}" "${FLAGS[@]}" &
-    trainer=$!
-    trap 'kill -KILL -- -$trainer 2>/dev/null || true' EXIT
-    while [ ! -s "$POINTER" ] && kill -0 $trainer 2>/dev/null; do sleep 0.5; done
-    if kill -0 $trainer 2>/dev/null; then
-        sleep 2 # some steps beyond the checkpoint, which the kill then loses
-        kill -KILL -- -$trainer
-        wait $trainer 2>/dev/null || true
-        echo "-- killed all ranks (SIGKILL); the newest complete checkpoint is iteration $(cat "$POINTER"). Starting the same command again:"
+    "${LAUNCH[@]}" "${FLAGS[@]}" 2>"$RUN/killed_run.stderr" &
+    launcher=$!
+    trap 'pkill -KILL -P $launcher 2>/dev/null; kill -KILL $launcher 2>/dev/null || true' EXIT
+    while [ ! -s "$POINTER" ] && kill -0 $launcher 2>/dev/null; do sleep 0.5; done
+    sleep 2 # some steps beyond the checkpoint, which the kill then loses
+    if pkill -KILL -P $launcher; then # torchrun's children: the ranks
+        wait $launcher 2>/dev/null || true
+        echo "-- killed all ranks (SIGKILL); the newest complete checkpoint is iteration $(cat "$POINTER"). The same command resumes:"
+    elif ! wait $launcher; then
+        cat "$RUN/killed_run.stderr" >&2
+        exit 1
     fi
     trap - EXIT
 fi
