@@ -59,7 +59,7 @@ print(f"validation loss {loss:.3f} nats per token; a model that only knew word f
 PY
 
 step "6/6  a sample"
-python tools/generate.py --load "$RUN/checkpoints" --prompt "ROMEO." --max-new-tokens 120 --temperature 0.8 --top-k 40 --seed 1 --stream
+python tools/generate.py --load "$RUN/checkpoints" --prompt "KING HENRY." --max-new-tokens 160 --temperature 0.7 --top-k 40 --seed 2 --stream
 
 cat <<END
 
