@@ -22,7 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.gpt_builder import compile_layers
 from scripts.bench.common import Report, add_common_arguments, interleave, speed_ratio
-from scripts.bench.plain_gpt import Job, PlainGPT, adamw, load_weights
+from scripts.bench.plain_gpt import TINY, Job, PlainGPT, adamw, load_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Step = Callable[[], float]
@@ -103,13 +103,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--layers", type=int, default=Job.layers)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
     parser.add_argument("--compile", action="store_true", help="torch.compile on both, both with unfused (manual) attention")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     report = Report(options.json)
-    report.say(f"R with {options.layers} layers, micro batch {options.micro_batch_size}")
+    job = TINY if options.tiny else Job(layers=options.layers)
+    report.say(f"{'tiny model' if options.tiny else 'R'} with {job.layers} layers, micro batch {options.micro_batch_size}")
     for dtype in options.dtype:
-        measure(Job(layers=options.layers), dtype, options, report)
+        measure(job, dtype, options, report)
     report.close()
 
 

@@ -31,10 +31,9 @@ from megatron.training.config import load_run_config
 from megatron.training.initialize import create_groups, initialize_distributed, read_launch_environment, shut_down
 from scripts.bench.common import Report, Seconds, add_common_arguments, interleave, nothing, speed_ratio
 from scripts.bench.job_flags import ProductRun, run_flags
-from scripts.bench.plain_gpt import Job, PlainGPT, adamw, load_weights
+from scripts.bench.plain_gpt import TINY, Job, PlainGPT, adamw, load_weights
 
 BATCHES = {"gb8": (8, 4), "gb2": (2, 1)}
-TINY = Job(hidden=32, layers=2, heads=4, ffn=64, vocab=128, sequence=16)
 ITERATIONS = 100_000
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--overlap-param-gather-with-optimizer-step"]
 # Product variants by number of ranks: name -> flags.

@@ -26,12 +26,14 @@ def model_flags(job: Job) -> list[str]:
     return [str(flag) for flag in flags]
 
 
-def run_flags(job: Job, *, micro_batch: int, global_batch: int, iterations: int, clip_grad: float = 1.0) -> list[str]:
+def run_flags(
+    job: Job, *, micro_batch: int, global_batch: int, iterations: int, clip_grad: float = 1.0, num_workers: int = 0
+) -> list[str]:
     """Model, batches, optimizer and synthetic data of a run that logs nothing on the way and saves nothing."""
     flags = ["--micro-batch-size", micro_batch, "--global-batch-size", global_batch, "--train-iters", iterations]
     flags += ["--eval-iters", 0, "--log-interval", iterations, "--clip-grad", clip_grad]
     flags += ["--lr", 1e-4, "--lr-decay-style", "constant", "--weight-decay", 0.1, "--adam-beta1", 0.9, "--adam-beta2", 0.95]
-    flags += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--num-workers", 0, "--progress-bar", "off"]
+    flags += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--num-workers", num_workers, "--progress-bar", "off"]
     return [*model_flags(job), *(str(flag) for flag in flags)]
 
 

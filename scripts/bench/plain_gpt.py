@@ -33,6 +33,9 @@ class Job:
         return not self.gpt2
 
 
+TINY = Job(hidden=32, layers=2, heads=4, ffn=64, vocab=128, sequence=16)  # to try a benchmark script
+
+
 def norm(job: Job) -> torch.nn.Module:
     """The job's kind of norm."""
     return torch.nn.LayerNorm(job.hidden) if job.gpt2 else torch.nn.RMSNorm(job.hidden, eps=1e-5)

@@ -1,0 +1,132 @@
+"""The benchmark scripts run in their smallest form and print what a figure needs: ratio, range, pairs, versions, command."""
+
+import dataclasses
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from scripts.bench.common import interleave, speed_ratio
+from scripts.bench.gpu_parity import Case, computed, deviation, tolerance, truth
+from tests.harness.t0 import REPOSITORY, pretrain_environment
+
+BENCH = REPOSITORY / "scripts" / "bench"
+RATIO = re.compile(r"ratio (\d+\.\d+) \(range (\d+\.\d+)-(\d+\.\d+), (\d+) pairs\)")
+
+
+def run(*arguments: object, timeout: float = 120) -> str:
+    """Output of python on a benchmark script."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=pretrain_environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def assert_complete(output: str, pairs: int) -> None:
+    """Versions, the command, and at least one ratio inside its range."""
+    assert f"torch {torch.__version__}" in output
+    assert re.search(r"^command: .*scripts/bench/bench_", output, re.MULTILINE)
+    ratios = RATIO.findall(output)
+    assert ratios, output
+    for median, low, high, count in ratios:
+        assert float(low) <= float(median) <= float(high)
+        assert int(count) == pairs
+
+
+def test_training_benchmark_of_one_process(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "results.json"
+    output = run(BENCH / "bench_training.py", "--tiny", "--dtype", "fp32", "--pairs", 2, "--threads", 1, "--json", file)
+    assert_complete(output, 2)
+    assert "shares of a step: forward" in output
+    written = json.loads(file.read_text(encoding="utf-8"))
+    assert written["versions"]["torch"] == torch.__version__
+    assert any("speed_ratio" in result for result in written["results"])
+
+
+def test_training_benchmark_of_two_ranks_compares_each_engine_with_ddp() -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    output = run(*launcher, BENCH / "bench_training.py", "--tiny", "--dtype", "bf16", "--batch", "gb2", "--pairs", 2)
+    assert_complete(output, 2)
+    assert len(RATIO.findall(output)) == 6, "three engines, each against DDP with bf16 weights and with autocast"
+
+
+def test_model_benchmark() -> None:
+    output = run(BENCH / "bench_single_process.py", "--tiny", "--dtype", "fp32", "--pairs", 2, "--threads", 1)
+    assert_complete(output, 2)
+
+
+def test_start_benchmark_names_what_only_the_product_imports() -> None:
+    output = run(BENCH / "bench_start.py", "--tiny", "--pairs", 1)
+    assert_complete(output, 1)
+    extra = re.search(r"^only the product imports: (.*)$", output, re.MULTILINE)
+    assert extra is not None
+    packages = {item.split()[0] for item in extra.group(1).split(", ")}
+    assert packages <= {"megatron", "yaml", "_yaml"}, "the run imports a package that it does not use"
+
+
+def test_gpu_check_runs_on_a_cpu(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "results.json"
+    flags = ["--device", "cpu", "--tiny", "--skip", "compile", "--pairs", "1", "--json", str(file)]
+    done = subprocess.run(
+        ["bash", str(REPOSITORY / "scripts" / "gpu_check.sh"), *flags],
+        env=pretrain_environment({"PYTHON": sys.executable}),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = [result for result in json.loads(file.read_text(encoding="utf-8"))["results"] if result["title"] == "check"]
+    assert {check["section"] for check in checks if check["status"] == "PASS"} == {"numerics", "training", "throughput"}
+    assert any("transformer_engine" in check["check"] for check in checks)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_check_without_gpu_says_so() -> None:
+    done = subprocess.run(
+        ["bash", str(REPOSITORY / "scripts" / "gpu_check.sh")],
+        env=pretrain_environment({"PYTHON": sys.executable}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "no CUDA device" in done.stderr
+
+
+def test_gpu_check_skips_what_does_not_fit_into_its_time() -> None:
+    output = run(BENCH / "gpu_check.py", "--device", "cpu", "--tiny", "--budget-minutes", 0)
+    assert "PASS: 0 PASS, 0 FAIL" in output
+    assert "s of the budget are left" in output
+
+
+def test_parity_check_notices_a_gradient_that_is_5_percent_off_or_missing() -> None:
+    true = truth(bf16=True, packed=False)
+    good = computed(Case(torch.device("cpu"), bf16=True))
+    assert deviation(good, true).grad < tolerance(bf16=True)
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    found = deviation(dataclasses.replace(good, grads=good.grads | {name: good.grads[name] * 1.05}), true)
+    assert found.grad > tolerance(bf16=True)
+    assert found.parameter == name
+    assert deviation(dataclasses.replace(good, grads={}), true).grad == float("inf")
+
+
+def test_interleaving_rotates_and_pairs_by_turn() -> None:
+    order: list[str] = []
+    seconds = interleave({name: lambda name=name: order.append(name) for name in "abc"}, 3, warmup=0)  # type: ignore[misc]
+    assert "".join(order) == "abcbcacab"
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3, "c": 3}
+    ratio = speed_ratio({"own": [1.0, 2.0, 4.0], "theirs": [2.0, 2.0, 2.0]}, "own", "theirs")
+    assert (ratio["speed_ratio"], ratio["range"], ratio["pairs"]) == (1.0, [0.5, 2.0], 3)
