@@ -11,9 +11,12 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from megatron.training.data import TrainingData
+from megatron.training.trainer import Trainer
 from tests.harness.d0 import write_d0
-from tests.harness.jobs import read_metrics
+from tests.harness.jobs import read_metrics, train_job
 from tests.harness.t0 import t0_flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -118,3 +121,69 @@ def resume_and_compare(flags: list[str], save: pathlib.Path, tmp_path: pathlib.P
 def numbers(save: pathlib.Path) -> list[dict[str, object]]:
     """Metrics without clocks and memory."""
     return [{k: v for k, v in line.items() if k not in CLOCKS} for line in read_metrics(save / "metrics.jsonl")]
+
+
+class SignalAt:
+    """A trainer callback that signals this process while a checkpoint is being written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Wrap the store's commit."""
+        commit = trainer.store.write_local
+
+        def signalled(*args: object, **kwargs: object) -> object:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return commit(*args, **kwargs)
+
+        self.monkeypatch.setattr(trainer.store, "write_local", signalled)
+
+    def on_step_end(self, trainer: Trainer, result: object) -> None:
+        """Nothing to do."""
+
+    on_eval_end = on_save = on_step_end
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Nothing to do."""
+
+
+def short_flags(tmp_path: pathlib.Path, save: str) -> list[str]:
+    """Four steps in this process; evaluation and checkpoint at every second."""
+    if not (tmp_path / "d0.bin").exists():
+        write_d0(str(tmp_path / "d0"))
+    return t0_flags(
+        data_path=str(tmp_path / "d0"), split="90,10,0", train_iters=4, save=str(tmp_path / save), save_interval=2, eval_interval=2,
+        eval_iters=3, hidden_dropout=0.1,
+    )  # fmt: skip
+
+
+def test_signal_during_evaluation_stops_there_and_the_resumed_run_makes_up_for_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_job(short_flags(tmp_path, "whole"))
+    evaluation = TrainingData.evaluation
+
+    def signalled(self: TrainingData, split: str, eval_iters: int) -> Iterator[list[dict[str, torch.Tensor]]]:
+        for batch in evaluation(self, split, eval_iters):
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainingData, "evaluation", signalled)
+        assert train_job(short_flags(tmp_path, "cut")).iteration == 2
+    assert [line for line in read_metrics(tmp_path / "cut" / "metrics.jsonl") if "split" in line] == []
+    assert (tmp_path / "cut" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    train_job(short_flags(tmp_path, "cut"))
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+
+
+def test_signal_during_a_save_lets_it_finish_and_stops_at_the_next_step(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_job(short_flags(tmp_path, "whole"))
+    assert train_job(short_flags(tmp_path, "cut"), callbacks=[SignalAt(monkeypatch)]).iteration == 3
+    assert (tmp_path / "cut" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+    assert (tmp_path / "cut" / "iter_0000002" / "manifest.json").exists()
+    train_job(short_flags(tmp_path, "cut"))
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
