@@ -4,11 +4,13 @@ Exit codes: 0 done or stopped on request with a checkpoint; 2 wrong configuratio
 = failure. A message is printed once, by the rank that knows.
 """
 
+import contextlib
 import os
 import re
+import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -18,6 +20,7 @@ from megatron.training.dry_run import dry_run_report
 from megatron.training.initialize import create_groups, initialize_distributed, read_launch_environment, shut_down
 from megatron.training.trainer import Trainer
 
+_PATIENCE_S = 5.0
 _LOST_PEER = re.compile(r"closed by peer|reset by peer|connection refused|broken pipe|timed out|timeout", re.IGNORECASE)
 
 
@@ -26,7 +29,8 @@ def main(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> i
     environment = os.environ if environment is None else environment
     rank = environment.get("RANK") or environment.get("SLURM_PROCID") or "0"
     try:
-        command = parse_command_line(argv)
+        with _said_by_first_rank(rank):
+            command = parse_command_line(argv)
         if command.help_text is not None:
             return _print(command.help_text)
         if command.print_config:
@@ -35,7 +39,7 @@ def main(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> i
             return _print(dry_run_report(command.resolved.config, command.world_size))
         return _train(command, environment)
     except MegatronError as error:
-        if error.reported and (error.exit_code != 2 or rank == "0" or "rank" in str(error)):
+        if error.reported:
             _complain(rank, str(error))
         return error.exit_code
     except KeyboardInterrupt:
@@ -53,11 +57,32 @@ def _train(command: CommandLine, environment: Mapping[str, str]) -> int:
             print(f"note: {note}", flush=True)
     device = initialize_distributed(config.launch, launch)
     try:
-        Trainer(config, device=device, groups=create_groups(config.parallel, config.ddp, launch.world_size, config.launch)).fit()
+        with _said_by_first_rank(str(launch.rank)):
+            groups = create_groups(config.parallel, config.ddp, launch.world_size, config.launch)
+        Trainer(config, device=device, groups=groups).fit()
     finally:
         if sys.exc_info()[0] is None:
             shut_down()
     return 0
+
+
+@contextlib.contextmanager
+def _said_by_first_rank(rank: str) -> Iterator[None]:
+    """Around work that fails on all ranks alike: the first one reports it.
+
+    A launcher ends all ranks when one has failed, so the others let rank 0 fail first: they wait for the launcher's SIGTERM. If it
+    does not come (rank 0 had no error), they report for themselves.
+    """
+    try:
+        yield
+    except MegatronError as error:
+        error.reported = rank == "0" or not _told_to_end()
+        raise
+
+
+def _told_to_end() -> bool:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    return signal.sigtimedwait({signal.SIGTERM}, _PATIENCE_S) is not None
 
 
 def _print(text: str) -> int:

@@ -405,12 +405,17 @@ class Trainer:
             return
         metrics = self._accumulator.flush(
             self.state,
-            learning_rate=self.optimizer.param_groups[0]["lr"],
+            learning_rate=self._learning_rate(),
             loss_scale=float(self.optimizer.get_loss_scale()),
             peak_memory_bytes=_peak_memory(self.device),
         )
         self.loggers.log_step(metrics)
         self.state = dataclasses.replace(self.state, logged_loss_sum=0.0, logged_loss_tokens=0, logged_skipped=0, logged_nan=0)
+
+    def _learning_rate(self) -> float:
+        """Of the parameters without a rate of their own."""
+        groups = self.optimizer.param_groups
+        return next((group["lr"] for group in groups if not group["is_decoupled_lr"]), groups[0]["lr"] if groups else 0.0)
 
     # -------------------------------------------------------------------------------------------------- evaluation
 

@@ -125,6 +125,26 @@ def test_error_under_torchrun_is_printed_once_and_no_rank_stays(data: pathlib.Pa
     assert result.stderr.count("error (rank") == 1, result.stderr
 
 
+def test_wrong_flag_under_torchrun_is_said_once(data: pathlib.Path) -> None:
+    result = run_pretrain(t0_flags(data_path=str(data), lr="abc"), nproc=2)
+    assert result.returncode != 0
+    assert result.stderr.count("error (rank") == 1 and "error (rank 0): --lr" in result.stderr, result.stderr
+
+
+def test_data_damaged_for_one_rank_only_is_reported_by_that_rank(data: pathlib.Path) -> None:
+    for rank in range(2):
+        write_d0(f"{data}_{rank}")
+    pathlib.Path(f"{data}_1.bin").write_bytes(b"")
+    config = data.parent / "by_rank.yaml"
+    config.write_text(f'data_path: ["{data}_${{RANK}}"]\n')
+    flags = t0_flags(data_path="unused", train_iters=1)
+    at = flags.index("--data-path")
+    result = run_pretrain(["--config", str(config), *flags[:at], *flags[at + 2 :]], nproc=2)
+    assert result.returncode != 0
+    assert result.stderr.count("error (rank") == 1 and "error (rank 1): " in result.stderr, result.stderr
+    assert f"{data}_1.bin" in result.stderr
+
+
 def test_print_config_shows_origins_and_dry_run_checks_everything(data: pathlib.Path, tmp_path: pathlib.Path) -> None:
     printed = run_pretrain([*t0_flags(data_path=str(data)), "--print-config"])
     assert printed.returncode == 0 and re.search(r"hidden_size: 32\s+# .*--hidden-size", printed.stdout), printed.stdout
