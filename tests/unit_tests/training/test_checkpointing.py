@@ -66,6 +66,7 @@ class Run:
         """One step on this rank's share of four samples that depend on the step only."""
         inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(self.state.iteration))
         rank, size = self.groups.rank("dp"), self.groups.size("dp")
+        self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self.model(inputs[rank::size].to(self.config.parallel.params_dtype)).float().square().mean()
         loss.backward()
