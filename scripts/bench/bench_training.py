@@ -78,9 +78,14 @@ class PlainRun:
 Run = ProductRun | PlainRun
 
 
+def job_of(options: argparse.Namespace) -> Job:
+    """R, or what was asked for instead."""
+    return TINY if options.tiny else Job(layers=options.layers)
+
+
 def build(options: argparse.Namespace, dtype: str, batch: str, groups: ProcessGroupCollection) -> dict[str, Run]:
     """All contestants of one line, with the same initial weights and samples."""
-    job = TINY if options.tiny else Job()
+    job = job_of(options)
     global_batch, micro_batch = BATCHES[batch]
     flags = run_flags(
         job, micro_batch=micro_batch, global_batch=global_batch, iterations=ITERATIONS, clip_grad=options.clip_grad
@@ -196,10 +201,10 @@ def report_line(
         )
     )
     title = f"{dtype}{' compiled' if options.compile else ''} {batch}"
-    sequence = TINY.sequence if options.tiny else Job.sequence
-    tokens = steps * BATCHES[batch][0] * sequence
+    job = job_of(options)
+    tokens = steps * BATCHES[batch][0] * job.sequence
     rows = [[n, f"{tokens / statistics.median(s):.0f}", f"{statistics.median(s) / steps:.3f}"] for n, s in seconds.items()]
-    report.table(f"{title}, {groups.size('dp')} rank(s), {steps} step(s) per turn", ("contestant", "tokens/s", "s/step"), rows)
+    report.table(f"{title}, {job.layers} layers, {groups.size('dp')} rank(s), {steps} step(s) per turn", ("contestant", "tokens/s", "s/step"), rows)
     target = ">= 0.98 (target 6)" if groups.size("dp") == 1 else ">= 0.98 (target 2: step <= 1.02x DDP)"
     for name, run in runs.items():
         if isinstance(run, ProductRun):
@@ -243,6 +248,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--clip-grad", type=float, default=1.0, help="of all contestants; 0 = none clips")
     parser.add_argument("--bucket-size", type=int, default=6_553_600, help="elements; the default is DDP's 25 MiB of fp32")
     parser.add_argument("--compile", action="store_true", help="torch.compile on all contestants, all with manual attention")
+    parser.add_argument("--layers", type=int, default=Job.layers, help="fewer than R's for a slow machine")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
     add_common_arguments(parser, pairs=6)
     return parser.parse_args(argv)
