@@ -113,15 +113,15 @@ def build_sample_index(lengths: IntArray, document_index: IntArray, seq_length: 
 
 
 def _shuffled_documents(documents: IntArray, epochs: int, random: np.random.RandomState) -> IntArray:
-    index = np.tile(documents.astype(np.int32), epochs)
+    index = np.tile(documents.astype(np.int64), epochs)  # NumPy shuffles 8-byte items faster than 4-byte ones, in the same order
     random.shuffle(index)
-    return index
+    return index.astype(np.int32)
 
 
 def _shuffled_range(start: int, stop: int, random: np.random.RandomState) -> IntArray:
-    index = np.arange(start, stop, dtype=np.uint32 if stop < 2**32 - 2 else np.int64)
+    index = np.arange(start, stop, dtype=np.int64)
     random.shuffle(index)
-    return index
+    return index.astype(np.uint32) if stop < 2**32 - 2 else index
 
 
 def megatron_order(lengths: IntArray, documents: IntArray, *, seq_length: int, num_samples: int | None, seed: int) -> GPTIndex:
