@@ -1,13 +1,14 @@
 """Agreement: one rank's trouble becomes every rank's error, said once, so that nobody hangs in a collective."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed
 
 from megatron.core.errors import MegatronError
 
 T = TypeVar("T")
+E = TypeVar("E", bound=MegatronError)
 
 
 def gather_texts(text: str | None) -> list[str | None]:
@@ -22,6 +23,18 @@ def gather_texts(text: str | None) -> list[str | None]:
 def own_rank() -> int:
     """This process's global rank; 0 without torch.distributed."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def print_rank_0(*values: Any) -> None:
+    """Print on rank 0 only, at once."""
+    if own_rank() == 0:
+        print(*values, flush=True)
+
+
+def known_to_all(error: E) -> E:
+    """An error that every rank raises alike: the first one reports it."""
+    error.reported = own_rank() == 0
+    return error
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:

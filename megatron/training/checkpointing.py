@@ -33,7 +33,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.seeding import derive_seed
 from megatron.core.tensor_parallel.random import model_parallel_seed, rng_state, set_rng_state
 from megatron.core.tokenizers import Tokenizer
-from megatron.training.agreement import on_all_ranks, own_rank
+from megatron.training.agreement import known_to_all, on_all_ranks, own_rank, print_rank_0
 from megatron.training.config import dump_yaml
 from megatron.training.config.run_config import CheckpointConfig, RunConfig
 from megatron.training.global_vars import get_args
@@ -42,12 +42,6 @@ from megatron.training.train_state import TrainState
 
 MAIN_PARAM = "optimizer.main_param."
 _LAYOUT_AXES = ("world", "tp", "cp", "ep", "dp", "pp")
-
-
-def say_once(text: str) -> None:
-    """Print on the first rank."""
-    if own_rank() == 0:
-        print(text, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------------ stores
@@ -188,7 +182,7 @@ def load_training_checkpoint(
     optimizer: MegatronOptimizer | None,
     scheduler: OptimizerParamScheduler | None,
     groups: ProcessGroupCollection,
-    say: Callable[[str], None] = say_once,
+    say: Callable[[str], None] = print_rank_0,
 ) -> TrainState:
     """Load the checkpoint that `config.checkpoint` asks for into model, optimizer, scheduler and random state. A collective.
 
@@ -247,9 +241,9 @@ def _step_to_load(
 def _nothing_to_load(options: CheckpointConfig, say: Callable[[str], None]) -> TrainState:
     where = options.load or options.save
     if options.exit_on_missing_checkpoint:
-        error = CheckpointError(f"no checkpoint in {where} and exit_on_missing_checkpoint is set; check --load")
-        error.reported = own_rank() == 0
-        raise error
+        raise known_to_all(
+            CheckpointError(f"no checkpoint in {where} and exit_on_missing_checkpoint is set; check --load")
+        )
     if options.load is not None:
         say(f"warning: no checkpoint in {where}; starting from step 0")
     return TrainState()
@@ -275,11 +269,11 @@ def _load_tensors(
     wanted = list(model.values())
     if optimizer is not None and _wants_optimizer(options):
         if "optimizer" not in manifest.common:
-            error = CheckpointError(
-                f"step {manifest.iteration} in {store.directory} holds no optimizer state; use --no-load-optim or --finetune"
+            raise known_to_all(
+                CheckpointError(
+                    f"step {manifest.iteration} in {store.directory} holds no optimizer state; use --no-load-optim or --finetune"
+                )
             )
-            error.reported = own_rank() == 0
-            raise error
         wanted += [_without_shared(tensor, model) for tensor in optimizer.sharded_state_dict().values()]
     rng = {} if options.finetune or options.no_load_rng else _rng_targets(manifest, _layout(model_chunks, groups))
     store.load(manifest.iteration, wanted + [whole(_rng_prefix() + stream, state) for stream, state in rng.items()])

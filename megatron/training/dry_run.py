@@ -10,12 +10,12 @@ from megatron.core.distributed.param_layout import BufferLayout, ParamSpec, plan
 from megatron.core.errors import ConfigError
 from megatron.core.param_meta import param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokenizers import Tokenizer
 from megatron.training.config import check_run_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data import dataset_config
 from megatron.training.gpt_builder import build_gpt_model
+from megatron.training.initialize import rank_grid
 from megatron.training.plan import TrainingPlan
 from megatron.training.run_tokenizer import build_run_tokenizer, true_vocab_size
 
@@ -96,14 +96,7 @@ def _layout(trained: list[tuple[str, torch.nn.Parameter]], config: RunConfig, sh
 
 
 def _rank_map(config: RunConfig, world_size: int) -> list[str]:
-    parallel = config.parallel
-    grid = RankGrid.for_world(
-        world_size,
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        ep=parallel.expert_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-    )
+    grid = rank_grid(config.parallel, world_size)
     lines = ["ranks:"]
     for rank in range(min(world_size, _SHOWN_RANKS)):
         place = grid.coordinates(rank)

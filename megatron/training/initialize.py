@@ -14,7 +14,6 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, create_p
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.training import global_vars
+from megatron.training.agreement import print_rank_0 as print_rank_0  # Megatron users look for it here
 from megatron.training.arguments import Arguments, parse_args, validate_args
 from megatron.training.config.run_config import LaunchConfig
 from megatron.training.run_tokenizer import build_run_tokenizer
@@ -95,6 +95,18 @@ def initialize_distributed(launch_config: LaunchConfig, launch: LaunchInfo) -> t
     return device
 
 
+def rank_grid(parallel: ModelParallelConfig, world_size: int) -> RankGrid:
+    """The grid of `world_size` ranks that a configuration asks for. Raises ConfigError naming the options and the rule."""
+    return RankGrid.for_world(
+        world_size,
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        expert_tp=parallel.expert_tensor_parallel_size,
+    )
+
+
 def create_groups(
     parallel: ModelParallelConfig,
     ddp: DistributedDataParallelConfig,
@@ -107,14 +119,7 @@ def create_groups(
 
     Raises ConfigError naming the options and the rule when `world_size` processes cannot be divided so.
     """
-    grid = RankGrid.for_world(
-        world_size,
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        ep=parallel.expert_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        expert_tp=parallel.expert_tensor_parallel_size,
-    )
+    grid = rank_grid(parallel, world_size)
     timeout = None if launch_config is None else datetime.timedelta(minutes=launch_config.distributed_timeout_minutes)
     groups = create_process_groups(grid, optimizer_instances=ddp.num_distributed_optimizer_instances, timeout=timeout)
     process_groups_config.install(groups)
@@ -142,12 +147,6 @@ def shut_down() -> None:
     process_groups_config.install(None)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def print_rank_0(*values: Any) -> None:
-    """Print on rank 0 only, at once."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(*values, flush=True)
 
 
 # Reading the environment

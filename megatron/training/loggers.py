@@ -10,9 +10,11 @@ import math
 import os
 import pathlib
 import sys
+import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from megatron.core.dist_checkpointing import durable
 from megatron.core.errors import ConfigError
 from megatron.training.config.run_config import LoggingConfig, RunConfig
 from megatron.training.event_files import SAMPLES_SUFFIX, EventWriter, cut_after, has_scalar
@@ -225,12 +227,7 @@ def _rewrite(path: pathlib.Path, lines: Sequence[str]) -> None:
     text = "".join(f"{line}\n" for line in lines)
     if path.exists() and path.read_text(encoding="utf-8", errors="replace") == text:
         return
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    durable.replace_file(path, text.encode(), uuid.uuid4().hex)
 
 
 class TensorBoardLogger:

@@ -10,27 +10,29 @@ import contextlib
 import dataclasses
 import gc
 import math
-import os
 import pathlib
 import re
 import resource
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from megatron.core import collectives
+from megatron.core.dist_checkpointing import durable
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.errors import ConfigError, NonFiniteError
+from megatron.core.models.gpt.gpt_model import padded_vocab_size
 from megatron.core.optimizer import MegatronOptimizer, describe_param_groups, get_megatron_optimizer, memory_report
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import Tokenizer
-from megatron.training.agreement import fail_together, gather_texts, on_all_ranks, own_rank
+from megatron.training.agreement import fail_together, gather_texts, known_to_all, on_all_ranks, own_rank, print_rank_0
 from megatron.training.callbacks import Callback
 from megatron.training.checkpointing import (
     copy_tokenizer_files,
@@ -106,10 +108,9 @@ class Trainer:
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         problems = check_run_config(config, world)
         if problems:
-            raise _first_rank_reports(ConfigError("\n".join(problems)))
+            raise known_to_all(ConfigError("\n".join(problems)))
         self.rank, self.world_size = own_rank(), world
         self.plan = TrainingPlan.of(config, groups.size("dp"))
-        self.state = TrainState()
         model_parallel_seed(config.training.seed, groups)
         if config.training.deterministic_mode:
             torch.use_deterministic_algorithms(True)
@@ -137,7 +138,9 @@ class Trainer:
             groups=groups,
         )
         self.state = self._with_planned_samples(self.state)
-        self._flops_per_token = flops_per_token(config.transformer_config(), config.data.seq_length, self._padded_vocab())
+        model = config.transformer_config()
+        padded = padded_vocab_size(self._vocab_size, model)
+        self._flops_per_token = flops_per_token(model, config.data.seq_length, padded)
         self._accumulator = self._new_accumulator()
         self.loggers: RunLogger = self._open_logs()
         self._saved_iteration = self.state.iteration if self.state.iteration else None
@@ -185,15 +188,11 @@ class Trainer:
         """The state with this run's length; says so where a prolonged run draws another order of samples."""
         before, now = state.planned_samples, self.plan.train_samples
         if before and before != now and self.config.data.data_shuffle == "megatron" and not self.config.data.mock_data:
-            self._say(
+            print_rank_0(
                 f"warning: the run was planned for {before} samples and is now for {now}; Megatron's sample order depends on that "
                 "number, so samples may repeat or be left out. data_shuffle=epoch has an order that does not"
             )
         return dataclasses.replace(state, planned_samples=now)
-
-    def _padded_vocab(self) -> int:
-        unit = self.config.model.make_vocab_size_divisible_by * self.config.parallel.tensor_model_parallel_size
-        return math.ceil(self._vocab_size / unit) * unit
 
     def _new_accumulator(self) -> MetricsAccumulator:
         dtype = self.config.parallel.params_dtype
@@ -214,8 +213,7 @@ class Trainer:
         def open_() -> RunLogger:
             save = self.config.checkpoint.save
             if save is not None and self.rank == 0:
-                pathlib.Path(save).mkdir(parents=True, exist_ok=True)
-                _write_atomically(pathlib.Path(save) / "config.yaml", dump_yaml(self.config))
+                durable.replace_file(pathlib.Path(save) / "config.yaml", dump_yaml(self.config).encode(), uuid.uuid4().hex)
                 copy_tokenizer_files(self.tokenizer, save)
             return build_loggers(self.config, self.rank, self.plan.train_iters, self.state.iteration, self.world_size)
 
@@ -237,7 +235,7 @@ class Trainer:
                 if self.store is not None:
                     self.store.release()
         self._notify("on_train_end")
-        self._say(f"stopped at iteration {self.state.iteration}: {stop.reason}" if stop else "training is done")
+        print_rank_0(f"stopped at iteration {self.state.iteration}: {stop.reason}" if stop else "training is done")
         return self.state
 
     def _run(self) -> StopRequest | None:
@@ -369,7 +367,7 @@ class Trainer:
         if skips >= self.config.training.max_consecutive_skips:
             fail_together(NonFiniteError, reports, f"{summary}; {skips} steps in a row were skipped")
         culprits = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text)
-        self._say(f"{summary}; step skipped on all ranks. {culprits}")
+        print_rank_0(f"{summary}; step skipped on all ranks. {culprits}")
 
     def _account(self, result: StepResult, step_time: float, data_time: float) -> None:
         """The next TrainState, and the interval's sums."""
@@ -477,7 +475,7 @@ class Trainer:
             groups=self.groups,
         )
         self._saved_iteration = self.state.iteration
-        self._say(f"saved checkpoint of iteration {self.state.iteration} in {time.perf_counter() - begun:.2f} s")
+        print_rank_0(f"saved checkpoint of iteration {self.state.iteration} in {time.perf_counter() - begun:.2f} s")
         self._notify("on_save", self.state.iteration)
 
     # ------------------------------------------------------------------------------------------------------ little
@@ -498,23 +496,19 @@ class Trainer:
     def _announce(self) -> None:
         """What runs, printed once by rank 0."""
         parameters = sum(p.numel() for p in self.model.parameters())
-        self._say(
+        print_rank_0(
             f"{self.world_size} rank(s) on {self.device.type}, data parallel {self.groups.size('dp')}; "
             f"{parameters / 1e6:.2f} M parameters in {self.config.parallel.params_dtype}"
         )
-        self._say(str(memory_report([self.model], self.optimizer)))
+        print_rank_0(str(memory_report([self.model], self.optimizer)))
         for treatment, names in describe_param_groups(self.optimizer.param_groups).items():
             if names:
-                self._say(f"{treatment}: {', '.join(_without_layer_numbers(names))}")
+                print_rank_0(f"{treatment}: {', '.join(_without_layer_numbers(names))}")
         first = self.plan.global_batch_size(self.state.consumed_samples)
-        self._say(
+        print_rank_0(
             f"iterations {self.state.iteration} to {self.plan.train_iters}, global batch size {first}, "
             f"sequence length {self.config.data.seq_length}"
         )
-
-    def _say(self, text: str) -> None:
-        if self.rank == 0:
-            print(text, flush=True)
 
     def _notify(self, event: str, *values: Any) -> None:
         for callback in self.callbacks:
@@ -526,23 +520,12 @@ def _without_layer_numbers(names: Sequence[str]) -> list[str]:
     return sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})
 
 
-def _first_rank_reports(error: ConfigError) -> ConfigError:
-    error.reported = own_rank() == 0
-    return error
-
-
 def _peak_memory(device: torch.device) -> int:
     """Bytes: CUDA allocator's peak, or the process's peak resident set on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _write_atomically(path: pathlib.Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 @contextlib.contextmanager

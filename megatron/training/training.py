@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from megatron.core import process_groups_config
 from megatron.core.enums import ModelType
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -47,7 +46,6 @@ def pretrain(
     launch = read_launch_environment(os.environ)
     device = initialize_distributed(config.launch, launch)
     groups = create_groups(config.parallel, config.ddp, launch.world_size, config.launch)
-    process_groups_config.install(groups)
     global_vars.set_global_variables(Arguments(config))
     trainer = Trainer(
         config,

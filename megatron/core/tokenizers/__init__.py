@@ -9,10 +9,10 @@ from megatron.core.tokenizers.null import NullTokenizer
 from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron.core.tokenizers.tiktoken import TikTokenizer
 
-__all__ = ["TOKENIZER_TYPES", "StreamDecoder", "Tokenizer", "build_tokenizer"]
+__all__ = ["FILE_OPTIONS", "TOKENIZER_TYPES", "StreamDecoder", "Tokenizer", "build_tokenizer"]
 
 # Type -> the file options it reads.
-_FILE_OPTIONS = {
+FILE_OPTIONS = {
     "ByteLevelTokenizer": (),
     "SentencePieceTokenizer": ("tokenizer_model",),
     "HuggingFaceTokenizer": ("tokenizer_model",),
@@ -20,7 +20,7 @@ _FILE_OPTIONS = {
     "TikTokenizer": ("tokenizer_model",),
     "NullTokenizer": (),
 }
-TOKENIZER_TYPES = tuple(_FILE_OPTIONS)
+TOKENIZER_TYPES = tuple(FILE_OPTIONS)
 
 
 def build_tokenizer(
@@ -39,11 +39,11 @@ def build_tokenizer(
     vocab_size: NullTokenizer's number of ids without EOD; for the others a lower bound that must not be below their own size.
     Raises ConfigError for an unknown type, a missing file or package, a file option that the type does not read.
     """
-    if tokenizer_type not in _FILE_OPTIONS:
+    if tokenizer_type not in FILE_OPTIONS:
         raise ConfigError(f"tokenizer_type={tokenizer_type!r} is unknown; use one of {', '.join(TOKENIZER_TYPES)}.")
     given = {"tokenizer_model": tokenizer_model, "vocab_file": vocab_file, "merge_file": merge_file}
     for option, value in given.items():
-        if value is not None and option not in _FILE_OPTIONS[tokenizer_type]:
+        if value is not None and option not in FILE_OPTIONS[tokenizer_type]:
             raise ConfigError(f"{option}={value!r} is not read by {tokenizer_type}; leave it out.")
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None:

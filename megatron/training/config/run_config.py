@@ -8,6 +8,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.tokenizers import TOKENIZER_TYPES
 from megatron.core.transformer.transformer_config import ModelArchitectureConfig, TransformerConfig
 
 
@@ -144,14 +145,7 @@ class DataConfig(Section):
     )
     tokenizer_type: str | None = config_field(
         None,
-        choices=(
-            "ByteLevelTokenizer",
-            "SentencePieceTokenizer",
-            "HuggingFaceTokenizer",
-            "GPT2BPETokenizer",
-            "TikTokenizer",
-            "NullTokenizer",
-        ),
+        choices=TOKENIZER_TYPES,
         help="Tokenizer; default NullTokenizer if vocab_size is set.",
     )
     tokenizer_model: str | None = config_field(

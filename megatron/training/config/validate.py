@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megatron.core.datasets.index_helpers import parse_split
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicroBatches
+from megatron.core.tokenizers import FILE_OPTIONS
 from megatron.training.config.run_config import RunConfig
 
 
@@ -182,16 +183,6 @@ def _is_number(word: str) -> bool:
     return True
 
 
-_TOKENIZER_FILES = {
-    "ByteLevelTokenizer": (),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "TikTokenizer": ("tokenizer_model",),
-    "NullTokenizer": (),
-}
-
-
 def _tokenizer(config: RunConfig) -> Iterator[str]:
     data, vocab_size = config.data, config.model.vocab_size
     kind = data.tokenizer_type or "NullTokenizer"
@@ -199,7 +190,7 @@ def _tokenizer(config: RunConfig) -> Iterator[str]:
         wanted = "NullTokenizer needs" if data.tokenizer_type else "no tokenizer: set tokenizer_type, or for NullTokenizer"
         yield f"{wanted} vocab_size (ids 0..N-1, EOD = N)"
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
-        given, needed = getattr(data, name) is not None, name in _TOKENIZER_FILES[kind]
+        given, needed = getattr(data, name) is not None, name in FILE_OPTIONS[kind]
         if needed and not given:
             yield f"tokenizer_type={kind} needs {name}"
         if given and not needed:
