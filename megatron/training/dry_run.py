@@ -67,16 +67,19 @@ def _memory(config: RunConfig, model: torch.nn.Module, dp: int) -> list[str]:
     """Model state in bytes per rank, and bytes that each rank sends per step (ring: (d-1)/d of a buffer per collective)."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     sharded = config.ddp.use_distributed_optimizer
-    layout = _layout(trained, config, dp if sharded else 1)
+    layout = _layout(trained, config, dp)
     param_size = config.parallel.params_dtype.itemsize
     grad_size = 4 if config.ddp_config(dp).grad_reduce_in_fp32 else param_size
-    padded, owners = layout.numel, dp if sharded else 1
-    params = padded * param_size + sum(p.numel() * param_size for p in model.parameters() if not p.requires_grad)
+    padded = layout.numel
+    owned = padded // dp if sharded else layout.numel_unpadded  # elements whose optimizer state this rank keeps
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
     states = {
-        "params": params,
+        "params": ((padded if sharded else layout.numel_unpadded) + frozen) * param_size,
         "grads": padded * grad_size,
-        "main params": 0 if param_size == 4 else padded // owners * 4,
-        "moments": padded // owners * 8 if config.optimizer.optimizer == "adam" else padded // owners * 4,
+        "main params": 0 if param_size == 4 else owned * 4,
+        "main grads": 0 if grad_size == 4 else (owned if sharded else padded) * 4,  # the plain optimizer copies the whole buffer
+        "moments": moments * owned * 4,
     }
     wire = (dp - 1) / dp
     traffic = wire * padded * (grad_size + param_size) if sharded else 2 * wire * padded * grad_size
@@ -90,9 +93,9 @@ def _memory(config: RunConfig, model: torch.nn.Module, dp: int) -> list[str]:
     ]
 
 
-def _layout(trained: list[tuple[str, torch.nn.Parameter]], config: RunConfig, shards: int) -> BufferLayout:
+def _layout(trained: list[tuple[str, torch.nn.Parameter]], config: RunConfig, dp: int) -> BufferLayout:
     specs = [ParamSpec(name, p.numel(), param_meta(p).shared_embedding) for name, p in trained]
-    return plan_buffer(specs, config.ddp_config(shards).bucket_size, shards)
+    return plan_buffer(specs, config.ddp_config(dp).bucket_size, dp if config.ddp.use_distributed_optimizer else 1)
 
 
 def _rank_map(config: RunConfig, world_size: int) -> list[str]:

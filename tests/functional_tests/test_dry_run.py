@@ -1,0 +1,43 @@
+"""The dry run's bytes per rank are those that the run itself then counts."""
+
+import pathlib
+import re
+from typing import Any
+
+import pytest
+
+from megatron.core.optimizer import memory_report
+from megatron.training.config import parse_command_line
+from megatron.training.dry_run import dry_run_report
+from tests.harness.d0 import write_d0
+from tests.harness.distributed import run_distributed
+from tests.harness.jobs import make_trainer
+from tests.harness.t0 import t0_flags
+
+
+def held(flags: list[str]) -> dict[str, int]:
+    """What a rank really holds; runs on each rank."""
+    trainer = make_trainer(flags)
+    trainer.data.close()
+    report = memory_report([trainer.model], trainer.optimizer)
+    return {"main_params": report.main_params, "main_grads": report.main_grads, "moments": report.moments, "total": report.total}
+
+
+def foretold(flags: list[str], world_size: int) -> dict[str, int]:
+    """What the dry run says."""
+    text = dry_run_report(parse_command_line(flags).resolved.config, world_size)
+    names = {"main params": "main_params", "main grads": "main_grads", "moments": "moments", "together": "total"}
+    line = next(line for line in text.splitlines() if line.startswith("model state per rank"))
+    return {key: int(re.search(rf"{name} ([\d,]+) bytes", line).group(1).replace(",", "")) for name, key in names.items()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bf16": True}, {"fp16": True}, {"fp16": True, "accumulate_allreduce_grads_in_fp32": True},
+     {"optimizer": "sgd"}, {"optimizer": "sgd", "sgd_momentum": 0.0}, {"freeze": ["embedding.*"]}],
+)  # fmt: skip
+def test_bytes_foretold_are_the_bytes_held(tmp_path: pathlib.Path, sharded: bool, options: dict[str, Any]) -> None:
+    write_d0(str(tmp_path / "d0"))
+    flags = t0_flags(data_path=str(tmp_path / "d0"), ddp_bucket_size=5000, use_distributed_optimizer=sharded or None, **options)
+    assert run_distributed(held, 2, flags) == [foretold(flags, 2)] * 2
