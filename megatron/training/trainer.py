@@ -144,6 +144,7 @@ class Trainer:
         self._accumulator = self._new_accumulator()
         self.loggers: RunLogger = self._open_logs()
         self._saved_iteration = self.state.iteration if self.state.iteration else None
+        self._timed_steps = 0
         self._signals: StopSignals | None = None
         self._started = time.monotonic()
 
@@ -257,7 +258,8 @@ class Trainer:
     def _iteration(self) -> StopRequest | None:
         """One step with everything that follows it."""
         begun = time.perf_counter()
-        batches = self.data.train_step(self.state.consumed_samples)
+        with self._timed("batch-generator"):
+            batches = self.data.train_step(self.state.consumed_samples)
         data_time = time.perf_counter() - begun
         result, stop = self.train_step(batches)
         self._account(result, time.perf_counter() - begun, data_time)
@@ -281,10 +283,13 @@ class Trainer:
         """
         self.model.zero_grad_buffer(overwrite=True)
         self.optimizer.zero_grad()
-        loss_sum, tokens = self._forward_backward(batches)
-        finalize_model_grads([self.model], tokens)
+        with self._timed("forward-backward"):
+            loss_sum, tokens = self._forward_backward(batches)
+        with self._timed("all-grads-sync"):
+            finalize_model_grads([self.model], tokens)
         agreed = self._agree(loss_sum, tokens)
-        success, grad_norm, num_zeros = (False, None, None) if agreed.bad_loss else self.optimizer.step()
+        with self._timed("optimizer"):
+            success, grad_norm, num_zeros = (False, None, None) if agreed.bad_loss else self.optimizer.step()
         nan = agreed.bad_loss or (not success and not self.config.parallel.fp16)
         if nan:
             self._non_finite(loss_sum, grad_norm)
@@ -307,8 +312,10 @@ class Trainer:
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             with contextlib.nullcontext() if last else self.model.no_sync():
-                loss, count = self._loss(batch)
-                self.optimizer.scale_loss(loss).backward()
+                with self._timed("forward-compute", 2):
+                    loss, count = self._loss(batch)
+                with self._timed("backward-compute", 2):
+                    self.optimizer.scale_loss(loss).backward()
             loss_sum += loss.detach()
             tokens += count
         return loss_sum, tokens
@@ -399,6 +406,7 @@ class Trainer:
 
     def _log_if_due(self) -> None:
         self.loggers.advance(self.state.iteration)
+        self._timed_steps += 1
         if self.state.iteration % self.config.logging.log_interval and self.state.iteration != self.plan.train_iters:
             return
         metrics = self._accumulator.flush(
@@ -408,6 +416,9 @@ class Trainer:
             peak_memory_bytes=_peak_memory(self.device),
         )
         self.loggers.log_step(metrics)
+        if self.rank == 0:
+            self.timers.log(normalizer=self._timed_steps)
+        self._timed_steps = 0
         self.state = dataclasses.replace(self.state, logged_loss_sum=0.0, logged_loss_tokens=0, logged_skipped=0, logged_nan=0)
 
     def _learning_rate(self) -> float:
@@ -509,6 +520,14 @@ class Trainer:
             f"iterations {self.state.iteration} to {self.plan.train_iters}, global batch size {first}, "
             f"sequence length {self.config.data.seq_length}"
         )
+
+    @contextlib.contextmanager
+    def _timed(self, name: str, log_level: int = 1) -> Iterator[None]:
+        """Time a phase under Megatron's name, if `timing_log_level` reaches its level."""
+        timer = self.timers(name, log_level)
+        timer.start()
+        yield
+        timer.stop()
 
     def _notify(self, event: str, *values: Any) -> None:
         for callback in self.callbacks:

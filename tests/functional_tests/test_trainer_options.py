@@ -93,3 +93,18 @@ def test_recomputation_changes_no_number(flags: dict[str, Any], options: dict[st
     assert usual.losses == recomputed.losses
     for name, value in usual.final.items():
         assert torch.equal(value, recomputed.final[name]), name
+
+
+@pytest.mark.parametrize(("level", "names"), [
+    (0, ()),
+    (1, ("batch-generator", "forward-backward", "all-grads-sync", "optimizer")),
+    (2, ("batch-generator", "forward-backward", "forward-compute", "backward-compute", "all-grads-sync", "optimizer")),
+])  # fmt: skip
+def test_timing_level_prints_the_phases(
+    flags: dict[str, Any], capsys: pytest.CaptureFixture[str], level: int, names: tuple[str, ...]
+) -> None:
+    train_job(t0_flags(**{**flags, "save": None, "log_interval": 2}, timing_log_level=level))
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("time (ms)")]
+    assert len(printed) == (2 if level else 0)
+    for line in printed:
+        assert {part.split(":")[0].strip() for part in line.split("|")[1:]} == set(names)

@@ -199,7 +199,7 @@ class LoggingConfig(Section):
     wandb_save_dir: str | None = config_field(None, help="Weights & Biases folder; default <save>/wandb.")
     wandb_mode: str = config_field("offline", choices=("offline", "online", "disabled"), help="Weights & Biases mode.")
     progress_bar: str = config_field("auto", choices=("auto", "on", "off"), help="Progress bar with ETA; auto = on a terminal.")
-    timing_log_level: int = config_field(0, minimum=0, maximum=2, help="0 = step time, 1 = phases, 2 = everything.")
+    timing_log_level: int = config_field(0, minimum=0, maximum=2, help="0 = step time only, 1 = also the phases of a step, 2 = also forward and backward; in ms per step, of rank 0.")
     peak_tflops: float | None = config_field(
         None,
         exclusive_minimum=0,
