@@ -28,6 +28,7 @@ IntArray = npt.NDArray[Any]  # of some integer type
 # Megatron-LM's margin on the samples that are prepared per data set of a blend, and its limit for keeping the last epoch apart.
 BLEND_SURPLUS = 0.005
 SEPARATE_EPOCH_THRESHOLD = 0.80
+_DOCUMENTS_AT_ONCE = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,20 +96,27 @@ def build_sample_index(lengths: IntArray, document_index: IntArray, seq_length: 
 
     lengths: int [documents of the file]; document_index: int [positions of the stream].
     Sample k starts at token k * seq_length of the stream. A document that ends at token e of the stream holds the starts below
-    e that earlier ones do not hold, so the starts per document are a difference of two ceilings: no search, no loop.
+    e that earlier ones do not hold, so the starts per document are a difference of two ceilings: no search.
+    The documents are taken a cache's worth at a time.
     """
-    dtype = np.int32 if len(document_index) < 2**31 else np.int64
-    sizes = lengths[document_index]
-    ends = np.cumsum(sizes, dtype=np.int64)
-    starts_below = ends + (seq_length - 1)
-    starts_below //= seq_length
-    starts_below[-1:] = num_samples + 1
-    np.minimum(starts_below, num_samples + 1, out=starts_below)
-    ends -= sizes  # now where each document begins
-    index = np.empty((num_samples + 1, 2), dtype=dtype)
-    position = np.repeat(np.arange(len(document_index), dtype=dtype), np.diff(starts_below, prepend=0))
-    index[:, 0] = position
-    index[:, 1] = np.arange(0, (num_samples + 1) * seq_length, seq_length, dtype=np.int64) - ends[position]
+    index = np.empty((num_samples + 1, 2), dtype=np.int32 if len(document_index) < 2**31 else np.int64)
+    filled = tokens = 0
+    for low in range(0, len(document_index), _DOCUMENTS_AT_ONCE):
+        sizes = lengths[document_index[low : low + _DOCUMENTS_AT_ONCE]]
+        ends = np.cumsum(sizes, dtype=np.int64)
+        ends += tokens
+        tokens = int(ends[-1])
+        starts_below = ends + (seq_length - 1)
+        starts_below //= seq_length
+        if low + len(sizes) == len(document_index):
+            starts_below[-1] = num_samples + 1
+        np.minimum(starts_below, num_samples + 1, out=starts_below)
+        ends -= sizes  # now where each document begins
+        position = np.repeat(np.arange(len(sizes)), np.diff(starts_below, prepend=filled))
+        rows = slice(filled, filled + len(position))
+        index[rows, 0] = position + low
+        index[rows, 1] = np.arange(filled, rows.stop, dtype=np.int64) * seq_length - ends[position]
+        filled = rows.stop
     return index
 
 
