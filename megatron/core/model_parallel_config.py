@@ -33,6 +33,10 @@ class ModelParallelConfig:
     )
     fp16: bool = config_field(False, help="Train in fp16 with loss scaling; fp32 main params in the optimizer.")
     bf16: bool = config_field(False, help="Train in bf16; fp32 gradients and main params.")
+    gradient_accumulation_fusion: bool = config_field(
+        True,
+        help="Linear layers put their weights' gradients straight into the gradient buffer, where its dtype is the computation's.",
+    )
 
     def __post_init__(self) -> None:
         problems = [f"{name} {reason}" for name, reason in field_violations(self)]

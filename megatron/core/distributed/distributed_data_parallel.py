@@ -96,8 +96,7 @@ class DistributedDataParallel(torch.nn.Module):
 
         self._nonfinite: list[str] = []
         self._unread_checks: list[tuple[list[str], torch.Tensor]] = []
-        for param in self.param_to_name:
-            param.register_post_accumulate_grad_hook(self._on_grad)
+        self._grad_accumulators = [self._hook_up(param) for param in self.param_to_name]  # kept: a hook dies with its node
         self._forward_hooks_of_params: list[Any] = []
         if ddp_config.overlap_param_gather:
             self.enable_forward_pre_hook()
@@ -315,6 +314,21 @@ class DistributedDataParallel(torch.nn.Module):
         return tuple(dict.fromkeys(self.param_to_bucket_group[param] for param in params))
 
     # Hooks
+
+    def _hook_up(self, param: torch.nn.Parameter) -> Any:
+        """Have `_on_grad` called once per backward, when all uses of the parameter have given their gradients.
+
+        A layer that forms its weight's gradient itself puts it into `main_grad` as `begin_main_grad` says, and gives autograd
+        none: the node's hook runs all the same.
+        """
+        if self.config is None or self.config.gradient_accumulation_fusion:
+            begin = functools.partial(self.param_to_bucket_group[param].begin_grad, param)
+            param.begin_main_grad = begin  # type: ignore[attr-defined]
+        view = param.expand_as(param)
+        accumulator = None if view.grad_fn is None else view.grad_fn.next_functions[0][0]
+        assert accumulator is not None
+        accumulator.register_hook(lambda *unused: self._on_grad(param))
+        return accumulator
 
     def _on_grad(self, param: torch.nn.Parameter) -> None:
         group = self.param_to_bucket_group[param]

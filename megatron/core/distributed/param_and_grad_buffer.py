@@ -157,19 +157,29 @@ class _ParamAndGradBucketGroup:
         self.is_last_microbatch = True
         self.reduce_state = ReduceState.IDLE
 
-    def add_grad(self, param: torch.nn.Parameter) -> None:
-        """Move `param.grad` into `main_grad`: a copy for the step's first gradient, else a sum."""
-        assert param.grad is not None
+    def begin_grad(self, param: torch.nn.Parameter) -> bool:
+        """A gradient of `param` is about to be put into `main_grad`: True = add to what is there, False = replace it."""
         if self.reduce_state is not ReduceState.IDLE:
             raise CommunicationStateError(
                 f"a gradient arrived in {self.name} after its reduction was started; call zero_grad_buffer() before the next "
                 "step, and use no_sync() for all microbatches but the last"
             )
-        if param in self._overwritten:
-            param.main_grad.copy_(param.grad)  # type: ignore[attr-defined]
-            self._overwritten.discard(param)
-        else:
+        adds = param not in self._overwritten
+        self._overwritten.discard(param)
+        return adds
+
+    def add_grad(self, param: torch.nn.Parameter) -> None:
+        """Move `param.grad` into `main_grad`: a copy for the step's first gradient, else a sum.
+
+        Without `param.grad` nothing is left to do: the backward wrote `main_grad` itself, or the gradient is zero.
+        """
+        if param.grad is None:
+            if param in self._overwritten and not self.begin_grad(param):
+                param.main_grad.zero_()  # type: ignore[attr-defined]
+        elif self.begin_grad(param):
             _accumulate(param.main_grad, param.grad)  # type: ignore[attr-defined]
+        else:
+            param.main_grad.copy_(param.grad)  # type: ignore[attr-defined]
         param.grad = None
 
     def register_grad_ready(self, param: torch.nn.Parameter) -> None:

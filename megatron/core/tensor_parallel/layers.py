@@ -8,8 +8,11 @@ The matrices already carry the dimension that is cut (`ParamMeta.tp_dim`). This 
 more are refused at construction.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from megatron.core.errors import ConfigError
 from megatron.core.param_init import ZEROS, InitRule, new_parameter
@@ -22,6 +25,43 @@ def require_single_tensor_rank(pg_collection: ProcessGroupCollection) -> None:
     size = pg_collection.size("tp")
     if size > 1:
         raise ConfigError(f"tensor_model_parallel_size={size} is not supported in this version; set it to 1")
+
+
+class _LinearIntoMainGrad(torch.autograd.Function):
+    """y = x W^T + b whose backward puts the gradient of W into `W.main_grad`, without a tensor and a pass of its own in between.
+
+    hidden: [..., in]; weight: [out, in], a parameter of DistributedDataParallel. The same products and sums as autograd's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[..., out]."""
+        ctx.save_for_backward(hidden, weight)
+        return F.linear(hidden, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
+        """grad: [..., out] -> gradients of `hidden` and `bias`; none of `weight`."""
+        hidden, weight = ctx.saved_tensors
+        rows, inputs = grad.flatten(0, -2), hidden.flatten(0, -2)
+        grad_hidden = (rows @ weight).view(hidden.shape) if ctx.needs_input_grad[0] else None
+        if weight.begin_main_grad():
+            weight.main_grad.add_(rows.t() @ inputs)
+        else:
+            torch.mm(rows.t(), inputs, out=weight.main_grad)
+        return grad_hidden, None, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _writes_main_grad(weight: torch.nn.Parameter, hidden: torch.Tensor) -> bool:
+    """Whether the weight is to be trained into a buffer of the computation's dtype. Compiled layers leave it to autograd."""
+    return (
+        weight.requires_grad
+        and hasattr(weight, "begin_main_grad")
+        and weight.main_grad.dtype == hidden.dtype == weight.dtype  # type: ignore[attr-defined]
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
 
 
 class _Linear(torch.nn.Module):
@@ -53,6 +93,8 @@ class _Linear(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [..., in] -> [..., out], same dtype."""
+        if _writes_main_grad(self.weight, hidden):
+            return _LinearIntoMainGrad.apply(hidden, self.weight, self.bias)
         return F.linear(hidden, self.weight, self.bias)
 
     def extra_repr(self) -> str:

@@ -138,8 +138,8 @@ _SATISFIED: Mapping[str, str] = {
     "there is only one model code": "use-mcore-models",
     "fused kernels are chosen by the backend and do not change results": """
         no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-masked-softmax-fusion no-rope-fusion
-        no-gradient-accumulation-fusion no-persist-layer-norm bias-gelu-fusion bias-swiglu-fusion bias-dropout-fusion
-        bias-activation-fusion masked-softmax-fusion apply-rope-fusion gradient-accumulation-fusion persist-layer-norm
+        no-persist-layer-norm bias-gelu-fusion bias-swiglu-fusion bias-dropout-fusion
+        bias-activation-fusion masked-softmax-fusion apply-rope-fusion persist-layer-norm
         memory-efficient-layer-norm cross-entropy-loss-fusion activation-func-fp8-input-store""",
     "masks are never made in the data loader": "no-create-attention-mask-in-dataloader create-attention-mask-in-dataloader",
     "throughput is always logged": "log-throughput log-learning-rate-to-tensorboard log-loss-to-tensorboard",

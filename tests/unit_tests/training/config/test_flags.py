@@ -87,7 +87,7 @@ def test_megatron_flags_that_are_satisfied_leave_one_note_each() -> None:
     argv = [
         *BASE,
         "--use-mcore-models",
-        "--no-gradient-accumulation-fusion",
+        "--no-bias-swiglu-fusion",
         "--transformer-impl",
         "local",
         "--use-mcore-models",
