@@ -37,6 +37,7 @@ class _LinearIntoMainGrad(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[..., out]."""
         ctx.save_for_backward(hidden, weight)
+        ctx.parameter = weight  # with recomputation the saved weight is another tensor object, which knows no main_grad
         return F.linear(hidden, weight, bias)
 
     @staticmethod
@@ -46,10 +47,10 @@ class _LinearIntoMainGrad(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         rows, inputs = grad.flatten(0, -2), hidden.flatten(0, -2)
         grad_hidden = (rows @ weight).view(hidden.shape) if ctx.needs_input_grad[0] else None
-        if weight.begin_main_grad():
-            weight.main_grad.add_(rows.t() @ inputs)
+        if ctx.parameter.begin_main_grad():
+            ctx.parameter.main_grad.add_(rows.t() @ inputs)
         else:
-            torch.mm(rows.t(), inputs, out=weight.main_grad)
+            torch.mm(rows.t(), inputs, out=ctx.parameter.main_grad)
         return grad_hidden, None, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -16,8 +17,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 class Twice(torch.nn.Module):
     """One layer with bias, used twice, and one that is only used in even calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         self.shared, self.sometimes = self._linear(bias=True), self._linear(bias=False)
         self.calls = 0
 
@@ -34,15 +36,21 @@ class Twice(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        hidden = self.shared(torch.tanh(self.shared(hidden)))
+        if self.recompute:
+            hidden = checkpoint(self._twice, hidden, use_reentrant=False)
+        else:
+            hidden = self._twice(hidden)
         return self.sometimes(hidden) if self.calls % 2 == 0 else hidden
 
+    def _twice(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.shared(torch.tanh(self.shared(hidden)))
 
-def main_grads(fusion: bool, microbatches: int, overwrite: bool) -> dict[str, torch.Tensor]:
+
+def main_grads(fusion: bool, microbatches: int, overwrite: bool, recompute: bool = False) -> dict[str, torch.Tensor]:
     """Gradients of two steps (the second one's are returned)."""
     groups = ProcessGroupCollection.single_process()
     config = ModelParallelConfig(gradient_accumulation_fusion=fusion)
-    ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), Twice(), pg_collection=groups)
+    ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), Twice(recompute), pg_collection=groups)
     generator = torch.Generator().manual_seed(5)
     for _ in range(2):
         ddp.zero_grad_buffer(overwrite)
@@ -63,6 +71,12 @@ def test_gradients_have_the_same_bits_with_and_without_fusion(microbatches: int,
         else:
             torch.testing.assert_close(fused[name], grad, rtol=1e-5, atol=1e-5 * float(grad.abs().max()))
     assert fused["sometimes.weight"].abs().sum() > 0
+
+
+def test_recomputation_leaves_the_gradients_alone() -> None:
+    plain, recomputed = (main_grads(True, 1, True, recompute) for recompute in (False, True))
+    for name, grad in plain.items():
+        assert torch.equal(recomputed[name], grad), name
 
 
 def test_a_weight_that_takes_no_part_in_the_second_step_has_a_zero_gradient() -> None:
