@@ -27,7 +27,7 @@ class ProcessGroupCollection:
     ep, expt_tp, expt_dp, tp_ep, tp_ep_pp: the same for the expert grid.
     embd, pos_embd: ranks that hold copies of the tied word embedding, of the position embedding; None elsewhere.
     intra_dp_cp: the part of dp_cp inside one optimizer instance; inter_dist_opt: ranks with the same shard in other
-        instances; intra_dist_opt: all ranks of one instance.
+        instances; intra_dist_opt: all ranks of one instance. intra_expt_dp, inter_expt_dp: the same for experts' shards.
     world: all ranks.
     grid: the layout the groups came from; None for a collection made by hand.
     """
@@ -51,6 +51,8 @@ class ProcessGroupCollection:
     intra_dp_cp: Group = None
     inter_dist_opt: Group = None
     intra_dist_opt: Group = None
+    intra_expt_dp: Group = None
+    inter_expt_dp: Group = None
     world: Group = None
     grid: RankGrid | None = None
 
@@ -148,6 +150,7 @@ def create_process_groups(
 def group_plan(grid: RankGrid, optimizer_instances: int = 1) -> Mapping[str, Groups]:
     """All groups of all ranks by field name, in the order in which they are created. Pure."""
     intra, inter, members = grid.optimizer_instance_groups(optimizer_instances)
+    expert_intra, expert_inter = grid.expert_instance_groups(optimizer_instances)
     return {
         "dp_cp": grid.groups("dp-cp"),
         "dp": grid.groups("dp"),
@@ -168,6 +171,8 @@ def group_plan(grid: RankGrid, optimizer_instances: int = 1) -> Mapping[str, Gro
         "intra_dp_cp": intra,
         "inter_dist_opt": inter,
         "intra_dist_opt": members,
+        "intra_expt_dp": expert_intra,
+        "inter_expt_dp": expert_inter,
     }
 
 

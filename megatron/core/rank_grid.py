@@ -161,6 +161,26 @@ class RankGrid:
                 own.extend(part)
         return intra, inter, [sorted(own) for own in members]
 
+    def expert_instance_groups(self, instances: int) -> tuple[Groups, Groups]:
+        """The same for experts, (intra, inter): each expert-data-parallel group cut along the members of the instances.
+
+            ep=2, 4 ranks, 2 instances [0 1] [2 3]      expert dp [0 2] [1 3]      intra [0] [2] [1] [3]      inter [0 2] [1 3]
+
+        Raises ConfigError when the instances don't get equal parts.
+        """
+        members = self.optimizer_instance_groups(instances)[2]
+        intra, inter = [], []
+        for ranks in self.expert_groups("dp"):
+            parts = [[rank for rank in ranks if rank in own] for own in members]
+            if len(ranks) % instances or any(len(part) * instances != len(ranks) for part in parts):
+                raise ConfigError(
+                    f"num_distributed_optimizer_instances={instances} does not cut the {self.expert_dp} ranks that hold copies of "
+                    f"an expert (expert_model_parallel_size={self.ep}) into equal parts; use a divisor of {self.expert_dp}"
+                )
+            intra += parts
+            inter += [list(same) for same in zip(*parts, strict=True)]
+        return intra, inter
+
     # Internals
 
     @property

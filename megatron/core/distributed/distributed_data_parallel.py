@@ -20,7 +20,9 @@ import torch
 from megatron.core import collectives
 from megatron.core.collectives import Group, Staging
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.overlap_check import OverlapCheck
 from megatron.core.distributed.param_and_grad_buffer import (
+    BucketEvent,
     GatherState,
     GradReduction,
     ReduceState,
@@ -100,6 +102,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._forward_hooks_of_params: list[Any] = []
         if ddp_config.overlap_param_gather:
             self.enable_forward_pre_hook()
+        if ddp_config.check_overlap:
+            OverlapCheck(module, self.bucket_groups, self.param_to_name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module."""
@@ -135,6 +139,8 @@ class DistributedDataParallel(torch.nn.Module):
         With the distributed optimizer only this rank's shards hold the result.
         """
         self.start_grad_sync()
+        for group in self.bucket_groups:
+            group.start_second_reduction()
         for group in self.bucket_groups:
             group.finish_grad_sync(scale)
 
@@ -176,6 +182,11 @@ class DistributedDataParallel(torch.nn.Module):
                     held = held.intersection(buffer.shard_range(bucket, rank))
                 if held.size:
                     yield ValidGrad(buffer.param_to_name[param], param, held.start - start, buffer.grad_data[held.slice()])
+
+    def before_grads_are_read(self) -> None:
+        """The optimizer is about to read the reduced gradients: observers are told."""
+        for group in self.bucket_groups:
+            group.tell(BucketEvent.GRADS_READING)
 
     def take_exposed_comm_time(self) -> float:
         """Seconds that this thread has waited for gradient reductions and parameter gathers since the last call.
@@ -287,16 +298,15 @@ class DistributedDataParallel(torch.nn.Module):
     def _reduction_of(self, expert: bool) -> tuple[Group, Group, float]:
         """(ranks that share shards, ranks that repeat them, factor on what the collective gives)."""
         groups, instances = self.pg_collection, self.ddp_config.num_distributed_optimizer_instances
-        if expert and instances > 1:
-            if any(param_meta(param).is_expert for param in self.param_to_name):
-                raise ConfigError("num_distributed_optimizer_instances > 1 is not supported for models with experts; use 1")
-            return None, None, 1.0
-        group = groups.expt_dp if expert else groups.intra_dp_cp if instances > 1 else groups.dp_cp
-        replica_group = groups.inter_dist_opt if instances > 1 else None
+        group, replica_group = (groups.expt_dp if expert else groups.dp_cp), None
+        if instances > 1:
+            group = groups.intra_expt_dp if expert else groups.intra_dp_cp
+            replica_group = groups.inter_expt_dp if expert else groups.inter_dist_opt
         size = collectives.group_size(group) * collectives.group_size(replica_group)
-        if instances > 1 and (collectives.group_size(replica_group) != instances or size != self.data_parallel_size):
+        used = any(param_meta(param).is_expert == expert for param in self.param_to_name)
+        if used and (collectives.group_size(replica_group), size) != (instances, groups.size("expt_dp" if expert else "dp_cp")):
             raise ConfigError(
-                f"num_distributed_optimizer_instances={instances} does not match the process groups "
+                f"num_distributed_optimizer_instances={instances} does not match the {'expert ' * expert}process groups "
                 f"({collectives.group_size(replica_group)} instances of {collectives.group_size(group)} ranks); pass the same "
                 "number to initialize_model_parallel"
             )

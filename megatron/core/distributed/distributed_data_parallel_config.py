@@ -44,6 +44,11 @@ class DistributedDataParallelConfig:
         unit="elements",
         help="Elements per bucket; default max(40,000,000, 1,000,000 x data-parallel size).",
     )
+    check_overlap: bool = config_field(
+        False,
+        help="Proof mode: check every read and write of parameters and gradients against the collectives in flight, and raise "
+        "at the first out of order. Same numbers, slower.",
+    )
     average_in_collective: bool = config_field(
         False,
         flag="--ddp-average-in-collective",

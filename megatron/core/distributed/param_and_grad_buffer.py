@@ -8,6 +8,10 @@
     parameters   IDLE --mark_written--> WRITTEN --start_param_sync--> IN_FLIGHT --finish_param_sync--> DONE --mark_written->
 
 With the distributed optimizer gradients are reduce-scattered and parameters gathered; else gradients are all-reduced.
+
+Where several instances repeat the shards, the sums of the instances are added up in a second reduction (IN_FLIGHT -->
+BETWEEN_INSTANCES --> DONE). A bucket's starts right after the next bucket's first one, so it runs under the backward too and
+all ranks start all reductions in one order, whatever their timing.
 """
 
 import dataclasses
@@ -15,7 +19,7 @@ import enum
 import functools
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -50,7 +54,30 @@ class ReduceState(enum.Enum):
 
     IDLE = "idle"  # being accumulated, local
     IN_FLIGHT = "in flight"
+    BETWEEN_INSTANCES = "in flight between instances"  # summed inside this rank's instance
     DONE = "done"  # reduced; with the distributed optimizer only in this rank's shard
+
+
+class BucketEvent(enum.Enum):
+    """What a bucket group tells its observers; *ING comes before the act and before the state is checked."""
+
+    GRADS_RESET = "a step begins"
+    GRAD_COMING = "a gradient is about to be put into main_grad"  # the only one with a parameter
+    REDUCE_STARTING = "the reduction is about to start"
+    REDUCE_STARTED = "the reduction is in flight"
+    SECOND_REDUCE_STARTED = "the reduction between instances is in flight"
+    REDUCE_WAITING = "the training thread begins to wait for a reduction"
+    REDUCE_WAITED = "it goes on"
+    REDUCED = "the reduced gradients are there"
+    GRADS_READING = "the optimizer is about to read the gradients"
+    PARAMS_WRITTEN = "the optimizer wrote this rank's shard"
+    GATHER_STARTING = "the gather is about to start"
+    GATHER_STARTED = "the gather is in flight"
+    GATHER_WAITING = "the training thread begins to wait for the gather"
+    GATHERED = "the parameters are whole, the training thread goes on"
+
+
+Observer = Callable[[BucketEvent, "_ParamAndGradBucketGroup", torch.nn.Parameter | None], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +138,7 @@ class _ParamAndGradBucketGroup:
 
     `next_param_gather_bucket_group`: dispatched when this group's gather is finished, if it waits for that.
     `previous_reduce_group`: its reduction must be started first, so that every rank starts them in one order.
+    `observers`: called at each `BucketEvent`.
     """
 
     def __init__(
@@ -141,6 +169,12 @@ class _ParamAndGradBucketGroup:
         self.param_gather_handle: Work | None = None
         self.next_param_gather_bucket_group: _ParamAndGradBucketGroup | None = None
         self.exposed_time_s = 0.0  # wall time that the training thread spent waiting for these collectives
+        self.observers: tuple[Observer, ...] = ()
+
+    def tell(self, event: BucketEvent, param: torch.nn.Parameter | None = None) -> None:
+        """Call the observers."""
+        for observer in self.observers:
+            observer(event, self, param)
 
     # Gradients
 
@@ -150,8 +184,9 @@ class _ParamAndGradBucketGroup:
         overwrite: gradients still hold the last step's values; each parameter's first gradient replaces them (and
             `start_grad_sync` zeroes those without one). Otherwise the caller has zeroed them.
         """
-        if self.reduce_state is ReduceState.IN_FLIGHT:
+        if self.reduce_state not in (ReduceState.IDLE, ReduceState.DONE):
             raise CommunicationStateError(f"gradients of {self.name} were reset while their reduction was in flight")
+        self.tell(BucketEvent.GRADS_RESET)
         self.params_with_grad.clear()
         self._overwritten = set(self.params) if overwrite else set()
         self.is_last_microbatch = True
@@ -159,6 +194,7 @@ class _ParamAndGradBucketGroup:
 
     def begin_grad(self, param: torch.nn.Parameter) -> bool:
         """A gradient of `param` is about to be put into `main_grad`: True = add to what is there, False = replace it."""
+        self.tell(BucketEvent.GRAD_COMING, param)
         if self.reduce_state is not ReduceState.IDLE:
             raise CommunicationStateError(
                 f"a gradient arrived in {self.name} after its reduction was started; call zero_grad_buffer() before the next "
@@ -206,6 +242,7 @@ class _ParamAndGradBucketGroup:
 
     def start_grad_sync(self) -> None:
         """Start the reduction. Raises CommunicationStateError if it was started in this step already."""
+        self.tell(BucketEvent.REDUCE_STARTING)
         if self.reduce_state is not ReduceState.IDLE:
             raise CommunicationStateError(
                 f"the gradient reduction of {self.name} is {self.reduce_state.value}; start it once per step and call "
@@ -216,6 +253,9 @@ class _ParamAndGradBucketGroup:
         self._overwritten.clear()
         self.grad_reduce_handle = WorkList([self._reduce(bucket) for bucket in self.buckets])
         self.reduce_state = ReduceState.IN_FLIGHT
+        self.tell(BucketEvent.REDUCE_STARTED)
+        if self.previous_reduce_group is not None:
+            self.previous_reduce_group.start_second_reduction()
 
     def _reduce(self, bucket: _ParamAndGradBucket) -> Work:
         data = bucket.grad_data
@@ -237,27 +277,40 @@ class _ParamAndGradBucketGroup:
 
         scale: multiplies the result.
         """
-        if self.reduce_state is not ReduceState.IN_FLIGHT:
+        if self.reduce_state in (ReduceState.IDLE, ReduceState.DONE):
             self.start_grad_sync()
+        self.start_second_reduction()
+        self._wait_reduce([self._final_factor(bucket, scale) for bucket in self.buckets])
+        self.reduce_state = ReduceState.DONE
+        self.tell(BucketEvent.REDUCED)
+
+    def start_second_reduction(self) -> None:
+        """Wait for the sum inside this rank's instance and start the one between instances, where there are several."""
+        if self.reduce_state is not ReduceState.IN_FLIGHT or collectives.group_size(self.reduction.replica_group) == 1:
+            return
+        self._wait_reduce([None] * len(self.buckets))
+        self.grad_reduce_handle = WorkList([self._reduce_between_instances(bucket) for bucket in self.buckets])
+        self.reduce_state = ReduceState.BETWEEN_INSTANCES
+        self.tell(BucketEvent.SECOND_REDUCE_STARTED)
+
+    def _reduce_between_instances(self, bucket: _ParamAndGradBucket) -> Work:
+        shard, reduction = self.local_shard(bucket.grad_data), self.reduction
+        work = collectives.all_reduce(
+            shard, reduction.replica_group, reduction.op, async_op=True, rank_order=True, staging=reduction.staging
+        )  # over the instances, dtype of the gradients
+        assert work is not None
+        return work
+
+    def _wait_reduce(self, factors: Sequence[float | torch.Tensor | None]) -> None:
         assert isinstance(self.grad_reduce_handle, WorkList)
         works = self.grad_reduce_handle.works
         self.grad_reduce_handle = None
-        replicated = collectives.group_size(self.reduction.replica_group) > 1
+        self.tell(BucketEvent.REDUCE_WAITING)
         begun = time.perf_counter()
-        for bucket, work in zip(self.buckets, works, strict=True):
-            factor = self._final_factor(bucket, scale)
-            work.wait(None if replicated else factor)
-            if replicated:
-                self._reduce_between_instances(bucket, factor)
+        for work, factor in zip(works, factors, strict=True):
+            work.wait(factor)
         self.exposed_time_s += time.perf_counter() - begun
-        self.reduce_state = ReduceState.DONE
-
-    def _reduce_between_instances(self, bucket: _ParamAndGradBucket, factor: float | torch.Tensor | None) -> None:
-        work = collectives.all_reduce(
-            self.local_shard(bucket.grad_data), self.reduction.replica_group, self.reduction.op, async_op=True, rank_order=True
-        )
-        assert work is not None
-        work.wait(factor)
+        self.tell(BucketEvent.REDUCE_WAITED)
 
     def _scale_first(self, bucket: _ParamAndGradBucket) -> bool:
         """A 16-bit sum formed by the backend can overflow; elsewhere the factor costs no pass of its own."""
@@ -283,6 +336,7 @@ class _ParamAndGradBucketGroup:
 
     def mark_written(self) -> None:
         """The optimizer wrote this rank's shard of the parameters. Raises CommunicationStateError during a gather."""
+        self.tell(BucketEvent.PARAMS_WRITTEN)
         if self.gather_state is GatherState.IN_FLIGHT:
             raise CommunicationStateError(f"parameters of {self.name} were written while their gather was in flight")
         self.gather_state = GatherState.WRITTEN
@@ -304,6 +358,7 @@ class _ParamAndGradBucketGroup:
 
     def dispatch_gather(self) -> None:
         """Start the gather and return."""
+        self.tell(BucketEvent.GATHER_STARTING)
         assert self.gather_state is not GatherState.IN_FLIGHT, self.name
         works = []
         for bucket in self.buckets:
@@ -313,6 +368,7 @@ class _ParamAndGradBucketGroup:
             works.append(work)
         self.param_gather_handle = WorkList(works)  # over dp_cp (or one instance), dtype of the parameters
         self.gather_state = GatherState.IN_FLIGHT
+        self.tell(BucketEvent.GATHER_STARTED)
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         """Wait for the gather; then start the next group's, if that one was written and waits for it.
@@ -339,11 +395,13 @@ class _ParamAndGradBucketGroup:
 
     def _wait_gather(self) -> None:
         assert self.param_gather_handle is not None, self.name
+        self.tell(BucketEvent.GATHER_WAITING)
         begun = time.perf_counter()
         self.param_gather_handle.wait()
         self.exposed_time_s += time.perf_counter() - begun
         self.param_gather_handle = None
         self.gather_state = GatherState.DONE
+        self.tell(BucketEvent.GATHERED)
 
 
 class _ParamAndGradBuffer:

@@ -135,27 +135,27 @@ class DistributedOptimizer(MegatronOptimizer):
                     group.dispatch_gather()
 
     def _norm_groups(self, expert: bool) -> tuple[str, ...]:
-        if expert:
-            return ("expt_dp", "tp_ep_pp")
-        return (self._shard_group(), "mp")
+        return (self._shard_group(expert), "tp_ep_pp" if expert else "mp")
 
-    def _shard_group(self) -> str:
-        """Group whose ranks share the dense shards: data x context parallel, or one instance of it."""
-        instances = self.model_chunks[0].ddp_config.num_distributed_optimizer_instances
-        return "intra_dp_cp" if instances > 1 else "dp_cp"
+    def _shard_group(self, expert: bool = False) -> str:
+        """Group whose ranks share the shards: data x context parallel (of experts: expert-data-parallel), or one instance of it."""
+        whole = "expt_dp" if expert else "dp_cp"
+        return f"intra_{whole}" if self.model_chunks[0].ddp_config.num_distributed_optimizer_instances > 1 else whole
 
     @torch.no_grad()
     def reload_after_load(self) -> None:
         """Main params were loaded: write them into the model and gather (a collective)."""
         super().reload_after_load()
         for chunk in self.model_chunks:
+            for group in chunk.bucket_groups:
+                group.mark_written()
             chunk.start_param_sync(force_sync=True)
 
     # State
 
     def _replica_groups(self, meta: ParamMeta) -> tuple[str, ...]:
         instances = self.model_chunks[0].ddp_config.num_distributed_optimizer_instances
-        data = ("inter_dist_opt",) if instances > 1 and not meta.is_expert else ()
+        data = ("inter_expt_dp" if meta.is_expert else "inter_dist_opt",) if instances > 1 else ()
         tp = "expt_tp" if meta.is_expert else "tp"
         return data if meta.tp_dim is not None else (*data, tp)
 
@@ -223,6 +223,7 @@ class DistributedOptimizer(MegatronOptimizer):
         problem = _common_problem(self._dp_zero_problem(state), self.model_chunks[0])
         if problem is not None:
             raise CheckpointError(problem)
+        self.finish_param_sync()
         for _, buffer, bucket, flats in self._buckets():
             ranges = self._ranges(buffer, bucket)
             for key in self.state_names:

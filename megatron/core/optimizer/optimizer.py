@@ -188,6 +188,8 @@ class MegatronOptimizer(ABC):
     @torch.no_grad()
     def grad_stats(self) -> GradStats:
         """Norm and zeros of the step's gradients over all ranks; leaves the gradients in fp32 for `apply`."""
+        for chunk in self.model_chunks:
+            chunk.before_grads_are_read()
         for unit in self.units:
             unit.copy_grads()
         dense = self._local_totals(expert=False)
@@ -312,11 +314,11 @@ class MegatronOptimizer(ABC):
             if saved.get(key) != own[key]:
                 difference = f"{_short(saved.get(key))}, here {_short(own[key])}"
                 raise CheckpointError(f"the optimizer state was saved with another {key}: {difference}; {_ADVICE}")
+        self.finish_param_sync()
         for main in self.main_params():
             for name, tensor in self._tensors_of(main).items():
                 tensor.copy_(state_dict["state"][main.name][name])
         self.load_common_state_dict(state_dict["common"])
-        self.finish_param_sync()
         self._load_back()
 
     def _load_back(self) -> None:
