@@ -8,7 +8,8 @@ import dataclasses
 
 import torch
 
-from megatron.core.param_meta import ParamMeta, param_meta, set_param_meta
+from megatron.core.dist_checkpointing.mapping import logical_shape, param_placements
+from megatron.core.param_meta import ParamMeta, set_param_meta
 from megatron.core.seeding import derive_seed
 
 _ATTRIBUTE = "_megatron_init_rule"
@@ -36,21 +37,25 @@ def new_parameter(
 
 
 @torch.no_grad()
-def initialize_parameters(module: torch.nn.Module, seed: int) -> None:
-    """Fill every parameter of `module` that was made by `new_parameter`; its name in `module` is its logical name."""
+def initialize_parameters(module: torch.nn.Module, seed: int, tp_rank: int = 0, tp_size: int = 1) -> None:
+    """Fill every parameter of `module` that was made by `new_parameter`; its name in `module` is its logical name.
+
+    tp_rank, tp_size: this rank's place in tensor parallelism; it takes its part of the logical values.
+    """
     for name, param in module.named_parameters():
         rule = param.__dict__.get(_ATTRIBUTE)
         if rule is not None and not param.is_meta:
-            _fill(param, rule, derive_seed(seed, "init", name))
+            _fill(param, rule, derive_seed(seed, "init", name), tp_rank, tp_size)
 
 
-def _fill(param: torch.nn.Parameter, rule: InitRule, seed: int) -> None:
+def _fill(param: torch.nn.Parameter, rule: InitRule, seed: int, tp_rank: int, tp_size: int) -> None:
     if rule.std is None:
         param.fill_(rule.value)
         return
-    shape = param_meta(param).logical_shape or tuple(param.shape)
+    where = param_placements(param, tp_rank, tp_size)
+    shape = logical_shape(param, tp_size)
     values = torch.empty(shape, dtype=torch.float32).normal_(0.0, rule.std, generator=torch.Generator().manual_seed(seed))
-    if tuple(param.shape) != shape:
-        param.zero_()
-    param[tuple(slice(0, n) for n in shape)].copy_(values)
+    param.zero_()
+    for place in where:
+        param[place.local.slices()].copy_(values[place.logical.slices()])
 

@@ -332,16 +332,17 @@ class Trainer:
     def _agree(self, loss_sum: torch.Tensor, tokens: torch.Tensor) -> "Agreement":
         """One reduction for what all ranks must know alike: loss, tokens, whether the loss is finite, wishes to stop."""
         finite = torch.isfinite(loss_sum)
+        counts = float(self.groups.rank("tp") == 0)  # the other tensor-parallel ranks have the same losses
         values = torch.stack(
             [
-                torch.where(finite, loss_sum, torch.zeros_like(loss_sum)),
-                tokens.double(),
+                torch.where(finite, loss_sum, torch.zeros_like(loss_sum)) * counts,
+                tokens.double() * counts,
                 (~finite).double(),
                 loss_sum.new_tensor(float(self._signal_received() is not None)),
                 loss_sum.new_tensor(float(self._out_of_time())),
             ]
         )
-        collectives.all_reduce(values, self.groups.dp_cp)  # sum over dp_cp, fp64
+        collectives.all_reduce(values, self.groups.world)  # sum over all ranks, fp64
         total, count, bad, signalled, late = values.tolist()
         stop = None
         if signalled:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron.core.param_meta import param_meta
+
 
 @dataclasses.dataclass(frozen=True)
 class Box:
@@ -111,6 +113,20 @@ def placements(
             offsets = [tuple(o if d == dim else 0 for d in range(len(shape))) for o in (block * part, start)]
             found.append(Placement(Box(offsets[0], shape), Box(offsets[1], shape)))
     return tuple(found)
+
+
+def logical_shape(param: torch.Tensor, tp_size: int) -> tuple[int, ...]:
+    """Shape of the logical tensor that a local parameter is part of, as its `ParamMeta` says."""
+    meta = param_meta(param)
+    if meta.logical_shape is not None:
+        return tuple(meta.logical_shape)
+    return tuple(n * tp_size if dim == meta.tp_dim else n for dim, n in enumerate(param.shape))
+
+
+def param_placements(param: torch.Tensor, tp_rank: int, tp_size: int) -> tuple[Placement, ...]:
+    """Where a local parameter lies in its logical tensor."""
+    meta, shape = param_meta(param), tuple(param.shape)
+    return placements(shape, logical_shape(param, tp_size), meta.tp_dim, tp_rank, tp_size, meta.tp_blocks)
 
 
 def placed_pieces(where: Sequence[Placement], tensor: torch.Tensor) -> tuple[Piece, ...]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, placed_pieces, placements, whole
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, logical_shape, param_placements, placed_pieces, whole
 from megatron.core.param_meta import param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -22,18 +22,23 @@ def model_sharded_tensors(module: torch.nn.Module, groups: ProcessGroupCollectio
     Parameters lie in the logical tensor as their `ParamMeta` says (tensor-parallel split, padding left out). Persistent buffers
     are taken as equal on all ranks that hold the module. A parameter that is tied to another is listed once.
     """
-    replicas, index = groups.size("dp_cp"), groups.rank("dp_cp")
     tensors = {}
     for full_name, param in module.named_parameters():
-        meta = param_meta(param)
-        shape = tuple(param.shape) if meta.logical_shape is None else meta.logical_shape
-        where = placements(tuple(param.shape), shape, meta.tp_dim, groups.rank("tp"), groups.size("tp"), meta.tp_blocks)
-        name = f"model.{logical_name(full_name)}"
-        tensors[name] = ShardedTensor(name, shape, placed_pieces(where, param), replicas, index)
+        where = param_placements(param, groups.rank("tp"), groups.size("tp"))
+        name, shape = f"model.{logical_name(full_name)}", logical_shape(param, groups.size("tp"))
+        replicas = _replicas(groups, over_tp=param_meta(param).tp_dim is None)
+        tensors[name] = ShardedTensor(name, shape, placed_pieces(where, param), *replicas)
     for full_name, buffer in _persistent_buffers(module).items():
         name = f"model.{logical_name(full_name)}"
-        tensors[name] = whole(name, buffer, replicas=replicas, replica_index=index)
+        replicas = _replicas(groups, over_tp=True)
+        tensors[name] = whole(name, buffer, replicas=replicas[0], replica_index=replicas[1])
     return tensors
+
+
+def _replicas(groups: ProcessGroupCollection, over_tp: bool) -> tuple[int, int]:
+    """(ranks that hold the same part, this rank's position among them)."""
+    count, index = groups.size("dp_cp"), groups.rank("dp_cp")
+    return (count * groups.size("tp"), index * groups.size("tp") + groups.rank("tp")) if over_tp else (count, index)
 
 
 def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -5,14 +5,13 @@
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from megatron.core import collectives
 from megatron.core.collectives import Group
-from megatron.core.dist_checkpointing.mapping import Box, Piece, ShardedTensor, flat_range_pieces
-from megatron.core.param_meta import param_meta
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, logical_shape, param_placements, placed_flat_pieces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,25 +31,11 @@ def logical_tensor(
 
     data: 1-D; the pieces are views of it. Elements in vocabulary padding belong to no piece.
     """
-    meta = param_meta(param)
-    offset, full = [0] * param.dim(), list(param.shape)
-    if meta.tp_dim is not None:
-        offset[meta.tp_dim] = replication.tp_rank * param.shape[meta.tp_dim]
-        full[meta.tp_dim] *= replication.tp_size
-    global_shape = tuple(meta.logical_shape) if meta.logical_shape is not None else tuple(full)
-    pieces = _placed(flat_range_pieces(tuple(param.shape), start, data), offset, global_shape)
-    return ShardedTensor(name, global_shape, pieces, replication.replicas, replication.replica_index)
-
-
-def _placed(pieces: Iterable[Piece], offset: Sequence[int], global_shape: Sequence[int]) -> tuple[Piece, ...]:
-    """Pieces moved by `offset` and cut to the logical shape."""
-    placed = []
-    for piece in pieces:
-        start = tuple(o + by for o, by in zip(piece.box.offset, offset, strict=True))
-        kept = tuple(min(n, limit - at) for at, n, limit in zip(start, piece.box.shape, global_shape, strict=True))
-        if all(n > 0 for n in kept):
-            placed.append(Piece(Box(start, kept), piece.data[tuple(slice(0, n) for n in kept)]))
-    return tuple(placed)
+    where = param_placements(param, replication.tp_rank, replication.tp_size)
+    pieces = placed_flat_pieces(where, tuple(param.shape), start, data)
+    return ShardedTensor(
+        name, logical_shape(param, replication.tp_size), pieces, replication.replicas, replication.replica_index
+    )
 
 
 def gather_flat(shard: torch.Tensor, group: Group) -> torch.Tensor | None:

@@ -3,12 +3,16 @@
     loss_i = logsumexp_j(x_ij) - x_i,t(i)          d loss_i / d x_ij = softmax(x_i)_j - [j = t(i)]
 
 Forward walks over blocks of rows in at least fp32 and keeps two numbers per row. Backward recomputes the softmax block by block
-and writes the gradient over the logits, so neither a softmax nor a second [tokens, vocabulary] array exists.
+and writes the gradient over the logits, so neither a softmax nor a second [tokens, vocabulary] array exists. With the vocabulary
+cut over tensor parallelism the ranks exchange three numbers per token, never logits (Shoeybi et al. 2019, section 3).
 """
 
 from typing import Any
 
 import torch
+
+from megatron.core import collectives
+from megatron.core.collectives import Group
 
 # Elements of one block: small enough to stay in a core's cache on CPU, large enough to fill a GPU.
 _CPU_BLOCK_ELEMENTS = 1 << 18
@@ -16,53 +20,81 @@ _GPU_BLOCK_ELEMENTS = 1 << 26
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, reuse_logits: bool = False
+    logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, reuse_logits: bool = False, group: Group = None
 ) -> torch.Tensor:
     """Loss of each token over the true vocabulary.
 
     Args:
-        logits: [..., V_padded], any float dtype; columns from `vocab_size` on are padding, take no part and get gradient 0.
+        logits: [..., V_padded/tp], any float dtype, this rank's columns; columns from `vocab_size` on (counted over all ranks)
+            are padding, take no part and get gradient 0.
         targets: int64 [...], each in [0, vocab_size); anything else raises (on CUDA: a device assertion).
         vocab_size: true vocabulary size.
         reuse_logits: the backward overwrites the memory of `logits`. Only for logits that nobody reads afterwards; a second
             backward through the same graph is then an error.
+        group: tensor-parallel group that the vocabulary is cut over.
 
     Returns [...] losses in nats, fp32 (fp64 for fp64 logits).
     """
-    return _CrossEntropy.apply(logits, targets, vocab_size, reuse_logits)  # type: ignore[no-untyped-call]
+    return _CrossEntropy.apply(logits, targets, vocab_size, reuse_logits, group)  # type: ignore[no-untyped-call]
 
 
 class _CrossEntropy(torch.autograd.Function):
     """With m = max_j x_ij and z = sum_j exp(x_ij - m): loss = log z - (x_it - m), which stays exact for large logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, reuse_logits: bool) -> torch.Tensor:
-        flat, flat_targets = logits.reshape(-1, logits.size(-1)), targets.reshape(-1, 1)
-        true_logits, accumulate = flat[:, :vocab_size], torch.promote_types(logits.dtype, torch.float32)
-        largest = true_logits.amax(1, keepdim=True).to(accumulate)
-        total = torch.empty_like(largest)
-        for rows in _row_blocks(flat):
-            torch.sum((true_logits[rows] - largest[rows]).exp_(), 1, keepdim=True, out=total[rows])
-        picked = true_logits.gather(1, flat_targets).to(accumulate)
-        ctx.save_for_backward(logits, targets, largest, total)
-        ctx.vocab_size, ctx.reuse_logits, ctx.overwritten = vocab_size, reuse_logits, False
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, reuse_logits: bool, group: Group
+    ) -> torch.Tensor:
+        flat, accumulate = logits.reshape(-1, logits.size(-1)), torch.promote_types(logits.dtype, torch.float32)
+        first = collectives.group_rank(group) * flat.size(1)
+        columns = max(0, min(vocab_size - first, flat.size(1)))  # this rank's part of the true vocabulary
+        local, elsewhere = _local_targets(targets.reshape(-1, 1), first, columns, group)
+        largest = torch.full((flat.size(0), 1), -torch.inf, dtype=accumulate, device=flat.device)
+        total, picked = torch.zeros_like(largest), torch.zeros_like(largest)
+        if columns:
+            largest = flat[:, :columns].amax(1, keepdim=True).to(accumulate)
+        collectives.all_reduce(largest, group, "max")
+        if columns:
+            for rows in _row_blocks(flat):
+                torch.sum((flat[rows, :columns] - largest[rows]).exp_(), 1, keepdim=True, out=total[rows])
+            picked = flat.gather(1, local).to(accumulate)
+            if elsewhere is not None:
+                picked.masked_fill_(elsewhere, 0)
+        if collectives.group_size(group) > 1:
+            both = torch.stack((total, picked))
+            collectives.all_reduce(both, group)  # sum over tp, at least fp32
+            total, picked = both.unbind(0)
+        ctx.save_for_backward(logits, largest, total, local, elsewhere)
+        ctx.columns, ctx.reuse_logits, ctx.overwritten = columns, reuse_logits, False
         return (total.log() - (picked - largest)).view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.overwritten:
             raise RuntimeError("cross entropy with reuse_logits=True allows one backward; the first one overwrote the logits")
-        logits, targets, largest, total = ctx.saved_tensors
+        logits, largest, total, local, elsewhere = ctx.saved_tensors
         ctx.overwritten = ctx.reuse_logits
         flat = logits.reshape(-1, logits.size(-1))
         out = flat if ctx.reuse_logits else torch.empty_like(flat)
-        scale, flat_targets = grads[0].reshape(-1, 1) / total, targets.reshape(-1, 1)
-        for rows in _row_blocks(flat):
-            numerators = (flat[rows, : ctx.vocab_size] - largest[rows]).exp_()
-            numerators.scatter_add_(1, flat_targets[rows], -total[rows])
-            torch.mul(numerators, scale[rows], out=out[rows, : ctx.vocab_size])
-        out[:, ctx.vocab_size :] = 0
-        return out.view(logits.shape), None, None, None
+        scale = grads[0].reshape(-1, 1) / total
+        at_target = -total if elsewhere is None else (-total).masked_fill(elsewhere, 0)
+        for rows in _row_blocks(flat) if ctx.columns else ():
+            numerators = (flat[rows, : ctx.columns] - largest[rows]).exp_()
+            numerators.scatter_add_(1, local[rows], at_target[rows])
+            torch.mul(numerators, scale[rows], out=out[rows, : ctx.columns])
+        out[:, ctx.columns :] = 0
+        return out.view(logits.shape), None, None, None, None
+
+
+def _local_targets(
+    targets: torch.Tensor, first: int, columns: int, group: Group
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Targets as columns of this rank (0 for those of other ranks), and which are of other ranks (None: the rank is alone)."""
+    if collectives.group_size(group) == 1:
+        return targets, None
+    local = targets - first
+    elsewhere = (local < 0) | (local >= columns)
+    return local.masked_fill(elsewhere, 0), elsewhere
 
 
 def _row_blocks(flat: torch.Tensor) -> list[slice]:

@@ -1,11 +1,11 @@
-"""Layers that tensor parallelism will cut: column- and row-parallel linear, vocabulary-parallel embedding.
+"""Linear layers cut over tensor parallelism, and the vocabulary-parallel embedding (Shoeybi et al. 2019, section 3).
 
     Y = X A        column-parallel: A = [A_0 | A_1], rank i holds A_i and makes Y_i      weight [out/tp, in],  tp_dim 0
                    row-parallel:    A = [A_0 ; A_1], rank i holds A_i, Y = sum X_i A_i   weight [out, in/tp],  tp_dim 1
     embedding      rows of the vocabulary                                                weight [V/tp, h],     tp_dim 0
 
-The matrices already carry the dimension that is cut (`ParamMeta.tp_dim`). This version computes with one tensor-parallel rank;
-more are refused at construction.
+With sequence parallelism a column-parallel layer takes [s/tp, b, in] and gathers it, and a row-parallel layer gives [s/tp, b, out].
+Sizes in constructors are those of the whole layer.
 """
 
 from typing import Any
@@ -14,47 +14,106 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from megatron.core.collectives import Group, group_rank, group_size
 from megatron.core.errors import ConfigError
 from megatron.core.param_init import ZEROS, InitRule, new_parameter
 from megatron.core.param_meta import ParamMeta
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    Started,
+    finished,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    start_all_reduce,
+    start_gather_sequence,
+    start_reduce_scatter_sequence,
+)
 
 
-def require_single_tensor_rank(pg_collection: ProcessGroupCollection) -> None:
-    """Raise ConfigError when the layer would have to be cut over several tensor-parallel ranks."""
-    size = pg_collection.size("tp")
-    if size > 1:
-        raise ConfigError(f"tensor_model_parallel_size={size} is not supported in this version; set it to 1")
+def divide(size: int, pg_collection: ProcessGroupCollection, what: str) -> int:
+    """One rank's part of a size. Raises ConfigError if it can't be divided."""
+    ranks = pg_collection.size("tp")
+    if size % ranks:
+        raise ConfigError(f"tensor_model_parallel_size={ranks} does not divide {what}={size}; use a divisor of it")
+    return size // ranks
 
 
-class _LinearIntoMainGrad(torch.autograd.Function):
-    """y = x W^T + b whose backward puts the gradient of W into `W.main_grad`, without a tensor and a pass of its own in between.
+def linear(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    copied_over: Group = None,
+    sequence_parallel: bool = False,
+    fuse_accumulation: bool = True,
+) -> torch.Tensor:
+    """y = x W^T + b: [..., in] -> [..., out].
 
-    hidden: [..., in]; weight: [out, in], a parameter of DistributedDataParallel. The same products and sums as autograd's.
+    copied_over: the tp group when `hidden` is the same on all its ranks and W is a rank's part (column-parallel): then the
+        gradient of `hidden` is summed over it, under the computation of the weight's gradient.
+    sequence_parallel: `hidden` is [s/tp, b, in], a part of what is used; it is gathered here, and again in the backward.
+    fuse_accumulation: put the weight's gradient straight into `weight.main_grad` where that is possible.
     """
+    fused = fuse_accumulation and _writes_main_grad(weight, hidden)
+    if fused or group_size(copied_over) > 1:
+        return _Linear.apply(hidden, weight, bias, copied_over, sequence_parallel, fused)  # type: ignore[no-untyped-call]
+    return F.linear(hidden, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    """`linear`, with the collectives of its backward under the matrix products. The same products and sums as autograd's."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: Group,
+        sequence_parallel: bool,
+        fused: bool,
+    ) -> torch.Tensor:
         """[..., out]."""
         ctx.save_for_backward(hidden, weight)
         ctx.parameter = weight  # with recomputation the saved weight is another tensor object, which knows no main_grad
-        return F.linear(hidden, weight, bias)
+        ctx.group, ctx.sequence_parallel, ctx.fused = group, sequence_parallel, fused
+        whole = finished(start_gather_sequence(hidden, group)) if sequence_parallel else hidden
+        return F.linear(whole, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
-        """grad: [..., out] -> gradients of `hidden` and `bias`; none of `weight`."""
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """grad: [..., out] -> gradients of `hidden`, `weight` (None where `main_grad` has it) and `bias`."""
         hidden, weight = ctx.saved_tensors
-        rows, inputs = grad.flatten(0, -2), hidden.flatten(0, -2)
-        grad_hidden = (rows @ weight).view(hidden.shape) if ctx.needs_input_grad[0] else None
-        if ctx.parameter.begin_main_grad():
-            ctx.parameter.main_grad.add_(rows.t() @ inputs)
-        else:
-            torch.mm(rows.t(), inputs, out=ctx.parameter.main_grad)
-        return grad_hidden, None, rows.sum(0) if ctx.needs_input_grad[2] else None
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        gathering: Started = (hidden, None)
+        if ctx.sequence_parallel and needs_weight:
+            gathering = start_gather_sequence(hidden, ctx.group)
+        rows = grad.flatten(0, -2)
+        reducing = None
+        if needs_hidden:
+            product = (rows @ weight).view(*grad.shape[:-1], weight.size(1))
+            if ctx.sequence_parallel:
+                reducing = start_reduce_scatter_sequence(product, ctx.group)
+            else:
+                reducing = start_all_reduce(product, ctx.group)
+        grad_weight = _weight_grad(rows, finished(gathering).flatten(0, -2), ctx.parameter, ctx.fused) if needs_weight else None
+        grad_bias = rows.sum(0) if needs_bias else None
+        return None if reducing is None else finished(reducing), grad_weight, grad_bias, None, None, None
 
 
-def _writes_main_grad(weight: torch.nn.Parameter, hidden: torch.Tensor) -> bool:
+def _weight_grad(rows: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, fused: bool) -> torch.Tensor | None:
+    """rows^T inputs: returned, or put into `weight.main_grad` without a tensor and a pass of its own in between."""
+    if not fused:
+        return rows.t() @ inputs
+    if weight.begin_main_grad():  # type: ignore[attr-defined]
+        weight.main_grad.add_(rows.t() @ inputs)  # type: ignore[attr-defined]
+    else:
+        torch.mm(rows.t(), inputs, out=weight.main_grad)  # type: ignore[attr-defined]
+    return None
+
+
+def _writes_main_grad(weight: torch.Tensor, hidden: torch.Tensor) -> bool:
     """Whether the weight is to be trained into a buffer of the computation's dtype. Compiled layers leave it to autograd."""
     return (
         weight.requires_grad
@@ -65,8 +124,8 @@ def _writes_main_grad(weight: torch.nn.Parameter, hidden: torch.Tensor) -> bool:
     )
 
 
-class _Linear(torch.nn.Module):
-    """y = x W^T + b with W [out, in]."""
+class _ParallelLinear(torch.nn.Module):
+    """Parameters of a linear layer: weight [output_size, input_size] of this rank, and bias [output_size]."""
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
@@ -82,29 +141,27 @@ class _Linear(torch.nn.Module):
         bias_meta: ParamMeta,
         dtype: torch.dtype,
         device: torch.device | None,
-        pg_collection: ProcessGroupCollection,
+        group: Group,
+        sequence_parallel: bool,
     ) -> None:
         super().__init__()
-        require_single_tensor_rank(pg_collection)
+        self.group, self.sequence_parallel = group, sequence_parallel
         self.weight = new_parameter((output_size, input_size), rule=rule, meta=weight_meta, dtype=dtype, device=device)
         if bias:
             self.bias = new_parameter((output_size,), rule=ZEROS, meta=bias_meta, dtype=dtype, device=device)
         else:
             self.register_parameter("bias", None)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [..., in] -> [..., out], same dtype."""
-        if _writes_main_grad(self.weight, hidden):
-            return _LinearIntoMainGrad.apply(hidden, self.weight, self.bias)
-        return F.linear(hidden, self.weight, self.bias)
-
     def extra_repr(self) -> str:
         """Sizes, for printing the model."""
         return f"in={self.weight.shape[1]}, out={self.weight.shape[0]}, bias={self.bias is not None}"
 
 
-class ColumnParallelLinear(_Linear):
-    """Linear layer whose output features are cut over tensor parallelism: [..., in] -> [..., out/tp]."""
+class ColumnParallelLinear(_ParallelLinear):
+    """Linear layer whose output features are cut over tensor parallelism: [..., in] -> [..., out/tp].
+
+    blocks: equal parts of the output that are each cut for themselves (2 for [gate; up]).
+    """
 
     def __init__(
         self,
@@ -116,22 +173,31 @@ class ColumnParallelLinear(_Linear):
         dtype: torch.dtype,
         device: torch.device | None,
         pg_collection: ProcessGroupCollection,
+        sequence_parallel: bool = False,
+        blocks: int = 1,
         weight_meta: ParamMeta | None = None,
     ) -> None:
         super().__init__(
             input_size,
-            output_size,
+            divide(output_size // blocks, pg_collection, "output features") * blocks,
             rule=rule,
             bias=bias,
-            weight_meta=weight_meta or ParamMeta(tp_dim=0),
-            bias_meta=ParamMeta(tp_dim=0),
+            weight_meta=weight_meta or ParamMeta(tp_dim=0, tp_blocks=blocks),
+            bias_meta=ParamMeta(tp_dim=0, tp_blocks=blocks),
             dtype=dtype,
             device=device,
-            pg_collection=pg_collection,
+            group=pg_collection.tp,
+            sequence_parallel=sequence_parallel,
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [s, b, in], [s/tp, b, in] with sequence parallelism -> [s, b, out/tp]."""
+        return linear(
+            hidden, self.weight, self.bias, copied_over=self.group, sequence_parallel=self.sequence_parallel
         )
 
 
-class RowParallelLinear(_Linear):
+class RowParallelLinear(_ParallelLinear):
     """Linear layer whose input features are cut over tensor parallelism: [..., in/tp] -> [..., out], bias added once."""
 
     def __init__(
@@ -147,16 +213,28 @@ class RowParallelLinear(_Linear):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__(
-            input_size,
+            divide(input_size, pg_collection, "input features"),
             output_size,
             rule=rule,
             bias=bias,
             weight_meta=ParamMeta(tp_dim=1),
-            bias_meta=ParamMeta(sequence_parallel=sequence_parallel),
+            bias_meta=ParamMeta(tp_partial_grad=sequence_parallel),
             dtype=dtype,
             device=device,
-            pg_collection=pg_collection,
+            group=pg_collection.tp,
+            sequence_parallel=sequence_parallel,
         )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [s, b, in/tp] -> [s, b, out], [s/tp, b, out] with sequence parallelism."""
+        if group_size(self.group) == 1:
+            return linear(hidden, self.weight, self.bias)
+        part = linear(hidden, self.weight)
+        if self.sequence_parallel:
+            total = reduce_scatter_to_sequence_parallel_region(part, self.group)
+        else:
+            total = reduce_from_tensor_model_parallel_region(part, self.group)
+        return total if self.bias is None else total + self.bias
 
 
 class VocabParallelEmbedding(torch.nn.Module):
@@ -174,10 +252,18 @@ class VocabParallelEmbedding(torch.nn.Module):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__()
-        require_single_tensor_rank(pg_collection)
+        self.group = pg_collection.tp
+        rows = divide(padded_size, pg_collection, "padded vocabulary size")
         meta = ParamMeta(tp_dim=0, is_embedding_or_output=True, logical_shape=(vocab_size, hidden_size))
-        self.weight = new_parameter((padded_size, hidden_size), rule=rule, meta=meta, dtype=dtype, device=device)
+        self.weight = new_parameter((rows, hidden_size), rule=rule, meta=meta, dtype=dtype, device=device)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids: int64 [...] below vocab_size -> [..., h]."""
-        return F.embedding(ids, self.weight)
+    def forward(self, ids: torch.Tensor, reduce_scatter: bool = False) -> torch.Tensor:
+        """ids: int64 [s, b] below vocab_size -> [s, b, h], same dtype as the weight; own [s/tp, b, h] with `reduce_scatter`."""
+        if group_size(self.group) == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - group_rank(self.group) * self.weight.size(0)
+        elsewhere = (local < 0) | (local >= self.weight.size(0))
+        part = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0)
+        if reduce_scatter:
+            return reduce_scatter_to_sequence_parallel_region(part, self.group)
+        return reduce_from_tensor_model_parallel_region(part, self.group)

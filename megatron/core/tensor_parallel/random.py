@@ -107,6 +107,11 @@ def get_rng_tracker() -> RngTracker:
     return _tracker
 
 
+def rng_fork(fork: bool, name: str = MODEL_PARALLEL_RNG) -> contextlib.AbstractContextManager[None]:
+    """The stream `name` if `fork`, else the default stream: for dropout on activations that may be split over tensor ranks."""
+    return _tracker.fork(name) if fork else contextlib.nullcontext()
+
+
 def get_cuda_rng_tracker() -> RngTracker:
     """Megatron's name for `get_rng_tracker`."""
     return _tracker

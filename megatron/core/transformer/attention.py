@@ -14,7 +14,8 @@ from megatron.core.backends.base import AttentionBackend, visible
 from megatron.core.backends.torch_backend import masked_attention
 from megatron.core.param_init import InitRule
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, divide
+from megatron.core.tensor_parallel.random import rng_fork
 from megatron.core.transformer.batch_inputs import BatchInputs
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.recompute import recomputed
@@ -23,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SelfAttention(torch.nn.Module):
-    """Causal self-attention with grouped keys and values."""
+    """Causal self-attention with grouped keys and values; a tensor-parallel rank has whole groups, `groups` of them."""
 
     def __init__(
         self,
@@ -36,19 +37,20 @@ class SelfAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.layer_index, self.backend = config, layer_index, backend
-        self.groups, self.head_dim = config.num_kv_heads, config.head_dim
+        self.groups, self.head_dim = divide(config.num_kv_heads, pg_collection, "num_query_groups"), config.head_dim
         self.heads_per_group = config.num_attention_heads // config.num_kv_heads
         common: dict[str, Any] = {"dtype": config.params_dtype, "device": device, "pg_collection": pg_collection}
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
-            self.groups * (self.heads_per_group + 2) * self.head_dim,
+            config.num_kv_heads * (self.heads_per_group + 2) * self.head_dim,
             rule=InitRule(std=config.init_method_std),
             bias=config.add_bias_linear or config.add_qkv_bias,
+            sequence_parallel=config.sequence_parallel,
             **common,
         )
         if config.qk_layernorm:
-            self.q_layernorm = build_norm(self.head_dim, config, device=device)
-            self.k_layernorm = build_norm(self.head_dim, config, device=device)
+            self.q_layernorm = build_norm(self.head_dim, config, device=device, of_heads=True)
+            self.k_layernorm = build_norm(self.head_dim, config, device=device, of_heads=True)
         self.linear_proj = RowParallelLinear(
             config.num_attention_heads * self.head_dim,
             config.hidden_size,
@@ -59,16 +61,21 @@ class SelfAttention(torch.nn.Module):
         )
 
     def forward(self, mixed: torch.Tensor, batch: BatchInputs) -> torch.Tensor:
-        """mixed: [s, b, g x (r + 2) x d], the output of `linear_qkv` (the layer calls it, with the norm before it) -> [s, b, h]."""
+        """mixed: [s, b, g/tp x (r + 2) x d], the output of `linear_qkv` (the layer calls it, with the norm before it) -> [s, b, h]."""
         query, key, value = self._heads(mixed, batch)
         if batch.inference_context is not None:
             attended = self._attend_to_cache(query, key, value, batch)
         else:
-            dropout = self.config.attention_dropout if self.training else 0.0
-            attended = recomputed(
-                self.config, "core_attn", self.backend.attend, query, key, value, batch.attention, dropout
-            )
+            attended = recomputed(self.config, "core_attn", self._attend, query, key, value, batch)
         return self.linear_proj(attended)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: BatchInputs
+    ) -> torch.Tensor:
+        """query [s, b, n, d], key and value [s, b, g, d] of this rank's heads -> [s, b, n x d]."""
+        dropout = self.config.attention_dropout if self.training else 0.0
+        with rng_fork(dropout > 0 and self.config.tensor_model_parallel_size > 1):
+            return self.backend.attend(query, key, value, batch.attention, dropout)
 
     def _heads(self, mixed: torch.Tensor, batch: BatchInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query [s, b, n, d], key and value [s, b, g, d], normalised and rotated."""

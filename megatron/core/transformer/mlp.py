@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class MLP(torch.nn.Module):
-    """linear_fc1 [f or 2f (gate; up), h], activation, linear_fc2 [h, f]."""
+    """linear_fc1 [f or 2f (gate; up), h], activation, linear_fc2 [h, f]; a tensor-parallel rank has f/tp of the middle."""
 
     def __init__(
         self, config: TransformerConfig, *, device: torch.device | None, pg_collection: ProcessGroupCollection
@@ -24,6 +24,8 @@ class MLP(torch.nn.Module):
             config.ffn_size * (2 if config.gated else 1),
             rule=InitRule(std=config.init_method_std),
             bias=config.add_bias_linear,
+            sequence_parallel=config.sequence_parallel,
+            blocks=2 if config.gated else 1,
             **common,
         )
         self.activation = activation(config)

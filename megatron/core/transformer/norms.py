@@ -16,9 +16,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class LayerNorm(torch.nn.Module):
     """Mean and variance norm with weight and bias, [size] each."""
 
-    def __init__(self, size: int, config: TransformerConfig, *, device: torch.device | None) -> None:
+    def __init__(self, size: int, config: TransformerConfig, *, device: torch.device | None, partial_grad: bool) -> None:
         super().__init__()
-        meta = ParamMeta(sequence_parallel=config.sequence_parallel)
+        meta = ParamMeta(tp_partial_grad=partial_grad)
         self.epsilon = config.norm_epsilon
         self.weight = new_parameter((size,), rule=ONES, meta=meta, dtype=config.params_dtype, device=device)
         self.bias = new_parameter((size,), rule=ZEROS, meta=meta, dtype=config.params_dtype, device=device)
@@ -31,9 +31,9 @@ class LayerNorm(torch.nn.Module):
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm with weight [size] (Zhang and Sennrich 2019)."""
 
-    def __init__(self, size: int, config: TransformerConfig, *, device: torch.device | None) -> None:
+    def __init__(self, size: int, config: TransformerConfig, *, device: torch.device | None, partial_grad: bool) -> None:
         super().__init__()
-        meta = ParamMeta(sequence_parallel=config.sequence_parallel)
+        meta = ParamMeta(tp_partial_grad=partial_grad)
         self.epsilon = config.norm_epsilon
         self.weight = new_parameter((size,), rule=ONES, meta=meta, dtype=config.params_dtype, device=device)
 
@@ -73,6 +73,9 @@ def _widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def build_norm(size: int, config: TransformerConfig, *, device: torch.device | None) -> LayerNorm | RMSNorm:
-    """The norm named by config.normalization."""
-    return (RMSNorm if config.normalization == "RMSNorm" else LayerNorm)(size, config, device=device)
+def build_norm(
+    size: int, config: TransformerConfig, *, device: torch.device | None, of_heads: bool = False
+) -> LayerNorm | RMSNorm:
+    """The norm named by config.normalization. of_heads: it is applied to each attention head, of which a tp rank has a part."""
+    kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+    return kind(size, config, device=device, partial_grad=of_heads or config.sequence_parallel)

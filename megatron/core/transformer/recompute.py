@@ -13,18 +13,22 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.tensor_parallel.random import get_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def recomputed(config: TransformerConfig, module: str, function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
     """function(*inputs), recomputed in the backward if selective recomputation names this part of the layer."""
     if config.recompute_granularity == "selective" and module in config.recompute_modules and torch.is_grad_enabled():
-        return checkpoint_function(function, *inputs)
+        return checkpoint_function(config, function, *inputs)
     return function(*inputs)
 
 
-def checkpoint_function(function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+def checkpoint_function(config: TransformerConfig, function: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
     """function(*inputs), of which only the inputs are kept for the backward."""
+    if config.tensor_model_parallel_size > 1:  # layers use the named random streams
+        contexts = get_rng_tracker().recompute_contexts
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
     return checkpoint(function, *inputs, use_reentrant=False)
 
 

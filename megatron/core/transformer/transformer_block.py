@@ -18,6 +18,7 @@ class TransformerBlock(torch.nn.Module):
         self, config: TransformerConfig, *, device: torch.device | None, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__()
+        self._config = config
         self.backend = attention_backend(config, device)
         self.layers = torch.nn.ModuleList(
             TransformerLayer(config, index, backend=self.backend, device=device, pg_collection=pg_collection)
@@ -27,10 +28,10 @@ class TransformerBlock(torch.nn.Module):
         self._chunks = layer_chunks(config, config.num_layers)
 
     def forward(self, hidden: torch.Tensor, batch: BatchInputs) -> torch.Tensor:
-        """hidden: [s, b, h] -> [s, b, h], normalised."""
+        """hidden: [s, b, h], [s/tp, b, h] with sequence parallelism -> the same, normalised."""
         for start, end, recompute in self._chunks:
             if recompute and torch.is_grad_enabled():
-                hidden = checkpoint_function(self._run, start, end, hidden, batch)
+                hidden = checkpoint_function(self._config, self._run, start, end, hidden, batch)
             else:
                 hidden = self._run(start, end, hidden, batch)
         return self.final_layernorm(hidden)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from megatron.core.backends.base import AttentionBackend
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import rng_fork
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.batch_inputs import BatchInputs
 from megatron.core.transformer.mlp import MLP
@@ -39,7 +40,7 @@ class TransformerLayer(torch.nn.Module):
         self.mlp = MLP(config, device=device, pg_collection=pg_collection)
 
     def forward(self, hidden: torch.Tensor, batch: BatchInputs) -> torch.Tensor:
-        """hidden: [s, b, h] -> [s, b, h]."""
+        """hidden: [s, b, h], [s/tp, b, h] with sequence parallelism -> the same."""
         mixed = recomputed(self.config, "layernorm", self._norm_and_qkv, hidden)
         hidden = hidden + self._dropout(self.self_attention(mixed, batch))
         return hidden + self._dropout(recomputed(self.config, "mlp", self._norm_and_mlp, hidden))
@@ -57,4 +58,7 @@ class TransformerLayer(torch.nn.Module):
 
     def _dropout(self, branch: torch.Tensor) -> torch.Tensor:
         probability = self.config.hidden_dropout
-        return F.dropout(branch, probability, self.training) if probability else branch
+        if not probability:
+            return branch
+        with rng_fork(self.config.sequence_parallel and self.training):
+            return F.dropout(branch, probability, self.training)

@@ -42,7 +42,6 @@ def _parallel(config: RunConfig) -> Iterator[str]:
     if cp > 1 and seq_length % (2 * cp):
         yield f"seq_length={seq_length} is not a multiple of 2 x context_parallel_size={cp} (= {2 * cp})"
     unsupported = {
-        "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size or 1,
         "context_parallel_size": cp,
@@ -51,9 +50,11 @@ def _parallel(config: RunConfig) -> Iterator[str]:
     }
     for name, size in unsupported.items():
         if size != 1:
-            yield f"{name}={size} is not supported in this version; use 1 (the ranks of a run are data parallel)"
-    if parallel.sequence_parallel:
-        yield "sequence_parallel=True is not supported in this version; leave it False"
+            yield f"{name}={size} is not supported in this version; use 1 (ranks are tensor and data parallel)"
+    if parallel.sequence_parallel and tp == 1:
+        yield "sequence_parallel=True needs tensor_model_parallel_size > 1; leave it False"
+    if tp > 1 and config.model.torch_compile:
+        yield f"torch_compile=True needs tensor_model_parallel_size=1, got {tp}; leave one of them out"
     if config.ddp.align_param_gather:
         yield "align_param_gather=True needs pipeline stages, which are not supported in this version; leave it False"
 

@@ -235,14 +235,14 @@ def _copies(kind):
     module = torch.nn.Linear(2, 1)
     set_param_meta(module.weight, ParamMeta(**{kind: True}))
     world = torch.distributed.group.WORLD
-    name = "tp" if kind == "sequence_parallel" else "embd"
+    name = "tp" if kind == "tp_partial_grad" else "embd"
     model = wrap(module, groups=ProcessGroupCollection(world=world, **{name: world}), use_distributed_optimizer=True)
     (module(torch.ones(2)) * (torch.distributed.get_rank() + 1)).sum().backward()
     finalize_model_grads(model)
     return module.weight.main_grad.tolist(), module.bias.main_grad.tolist()
 
 
-@pytest.mark.parametrize("kind", ["sequence_parallel", "shared_embedding"])
+@pytest.mark.parametrize("kind", ["tp_partial_grad", "shared_embedding"])
 def test_copies_on_other_axes_are_summed(kind):
     assert run_distributed(_copies, 2, kind) == [([[3.0, 3.0]], [1.0]), ([[3.0, 3.0]], [2.0])]
 

@@ -7,6 +7,8 @@ from megatron.core.param_init import InitRule, new_parameter
 from megatron.core.param_meta import ParamMeta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.random import rng_fork
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -42,7 +44,7 @@ class GPTEmbedding(torch.nn.Module):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__()
-        self.dropout = config.hidden_dropout
+        self.dropout, self.sequence_parallel, self.group = config.hidden_dropout, config.sequence_parallel, pg_collection.tp
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             padded_vocab_size,
@@ -58,10 +60,15 @@ class GPTEmbedding(torch.nn.Module):
             self.position_embeddings = None
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """input_ids: int64 [b, s]; position_ids: int64 [b, s] or None for 0..s-1 -> [s, b, h]."""
-        hidden = self.word_embeddings(input_ids.t())
+        """input_ids: int64 [b, s]; position_ids: int64 [b, s] or None for 0..s-1 -> [s, b, h], own [s/tp, b, h] with
+        sequence parallelism."""
+        alone = self.position_embeddings is None
+        hidden = self.word_embeddings(input_ids.t(), reduce_scatter=self.sequence_parallel and alone)
         if self.position_embeddings is not None:
             if position_ids is None:
                 position_ids = torch.arange(input_ids.size(1), device=input_ids.device)[None]
             hidden = hidden + self.position_embeddings(position_ids.t())
-        return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
+            if self.sequence_parallel:
+                hidden = scatter_to_sequence_parallel_region(hidden, self.group)
+        with rng_fork(self.sequence_parallel and self.training and self.dropout > 0):
+            return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden

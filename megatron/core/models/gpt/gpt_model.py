@@ -6,7 +6,6 @@ The vocabulary is padded inside only: logits, loss, gradients and sampled ids kn
 import math
 
 import torch
-import torch.nn.functional as F
 
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.embedding import GPTEmbedding
@@ -14,7 +13,8 @@ from megatron.core.param_init import InitRule, initialize_parameters
 from megatron.core.param_meta import ParamMeta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, linear
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.batch_inputs import BatchInputs
 from megatron.core.transformer.inference_context import InferenceContext
 from megatron.core.transformer.rope import RotaryTable
@@ -52,7 +52,8 @@ class GPTModel(torch.nn.Module):
     ) -> None:
         super().__init__()
         groups = ProcessGroupCollection.resolve(pg_collection)
-        _require_whole_model(config, groups, pre_process and post_process)
+        _check_layout(config, groups, pre_process and post_process)
+        self.groups = groups
         self.config, self.vocab_size, self.max_sequence_length = config, vocab_size, max_sequence_length
         self._padded_vocab_size = padded_vocab_size(vocab_size, config)
         self.rotary = RotaryTable(config, max_sequence_length) if config.position_embedding_type == "rope" else None
@@ -69,7 +70,7 @@ class GPTModel(torch.nn.Module):
             self.output_layer: ColumnParallelLinear | None = self._build_head(device, groups)
         else:
             self.output_layer = None
-        initialize_parameters(self, seed)
+        initialize_parameters(self, seed, groups.rank("tp"), groups.size("tp"))
 
     def _build_head(self, device: torch.device | None, groups: ProcessGroupCollection) -> ColumnParallelLinear:
         config = self.config
@@ -83,11 +84,12 @@ class GPTModel(torch.nn.Module):
             dtype=config.params_dtype,
             device=device,
             pg_collection=groups,
+            sequence_parallel=config.sequence_parallel,
         )
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and of the output matrix."""
+        """Rows of the embedding and of the output matrix, over all tensor-parallel ranks."""
         return self._padded_vocab_size
 
     def forward(
@@ -115,15 +117,24 @@ class GPTModel(torch.nn.Module):
         hidden = self.decoder(self.embedding(input_ids, position_ids), batch)
         logits = self._logits(hidden)
         if labels is None:
+            logits = gather_from_tensor_model_parallel_region(logits, self.groups.tp)
             return logits[..., : self.vocab_size].transpose(0, 1)
-        losses = vocab_parallel_cross_entropy(logits, labels.t(), vocab_size=self.vocab_size, reuse_logits=True)
+        losses = vocab_parallel_cross_entropy(
+            logits, labels.t(), vocab_size=self.vocab_size, reuse_logits=True, group=self.groups.tp
+        )
         return losses.t()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[s, b, h] -> [s, b, padded vocabulary]."""
+        """[s, b, h], [s/tp, b, h] with sequence parallelism -> this rank's columns [s, b, padded vocabulary / tp]."""
         if self.output_layer is not None:
             return self.output_layer(hidden)
-        return F.linear(hidden, self.embedding.word_embeddings.weight)
+        return linear(
+            hidden,
+            self.embedding.word_embeddings.weight,
+            copied_over=self.groups.tp,
+            sequence_parallel=self.config.sequence_parallel,
+            fuse_accumulation=False,  # the embedding's gradient is added first: the sums of a model without buffers
+        )
 
     def _batch_inputs(
         self,
@@ -151,17 +162,19 @@ def padded_vocab_size(vocab_size: int, config: TransformerConfig) -> int:
     return math.ceil(vocab_size / unit) * unit
 
 
-def _require_whole_model(config: TransformerConfig, groups: ProcessGroupCollection, both_ends: bool) -> None:
-    """Raise ConfigError for the parallel axes that this version does not cut the model along."""
+def _check_layout(config: TransformerConfig, groups: ProcessGroupCollection, both_ends: bool) -> None:
+    """Raise ConfigError for groups that are not the configuration's, and for axes that this version does not cut the model along."""
     sizes = {
-        "tensor_model_parallel_size": max(config.tensor_model_parallel_size, groups.size("tp")),
         "pipeline_model_parallel_size": max(config.pipeline_model_parallel_size, groups.size("pp")),
         "context_parallel_size": max(config.context_parallel_size, groups.size("cp")),
     }
     problems = [f"{name}={size} is not supported in this version; set it to 1" for name, size in sizes.items() if size > 1]
     if not both_ends:
         problems.append("pre_process=False or post_process=False (a pipeline stage) is not supported in this version")
-    if config.sequence_parallel:
-        problems.append("sequence_parallel=True needs tensor_model_parallel_size > 1; set it to False")
+    if config.tensor_model_parallel_size != groups.size("tp"):
+        problems.append(
+            f"tensor_model_parallel_size={config.tensor_model_parallel_size}, but the tensor-parallel group has "
+            f"{groups.size('tp')} rank(s); pass the same size to initialize_model_parallel"
+        )
     if problems:
         raise ConfigError("; ".join(problems))
