@@ -8,6 +8,7 @@ from a group that this rank is done with, so they are kept and reused rather tha
 import dataclasses
 import datetime
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ class ProcessGroupCollection:
         instances; intra_dist_opt: all ranks of one instance. intra_expt_dp, inter_expt_dp: the same for experts' shards.
     world: all ranks.
     grid: the layout the groups came from; None for a collection made by hand.
+    planned_rank: set in a plan (see `planned`), which has sizes and positions but nobody to communicate with.
     """
 
     tp: Group = None
@@ -55,15 +57,20 @@ class ProcessGroupCollection:
     inter_expt_dp: Group = None
     world: Group = None
     grid: RankGrid | None = None
+    planned_rank: int | None = None
 
     def size(self, name: str) -> int:
         """Number of ranks of the group `name`; 1 for None."""
         group = self._group(name)
+        if self.planned_rank is not None:
+            return len(self._planned_ranks(name))
         return 1 if group is None else dist.get_world_size(group)
 
     def rank(self, name: str) -> int:
         """This rank's position in the group `name`; 0 for None."""
         group = self._group(name)
+        if self.planned_rank is not None:
+            return self._planned_ranks(name).index(self.planned_rank)
         return 0 if group is None else dist.get_rank(group)
 
     def ranks(self, name: str) -> list[int]:
@@ -77,6 +84,18 @@ class ProcessGroupCollection:
     def single_process() -> "ProcessGroupCollection":
         """The groups of a process that has nobody to communicate with."""
         return ProcessGroupCollection(grid=RankGrid())
+
+    @staticmethod
+    def planned(grid: RankGrid, rank: int) -> "ProcessGroupCollection":
+        """What a rank of this layout would have, to build its model without starting it (on the meta device)."""
+        return ProcessGroupCollection(grid=grid, planned_rank=rank)
+
+    def _planned_ranks(self, name: str) -> list[int]:
+        assert self.grid is not None and self.planned_rank is not None
+        if name == "world":
+            return list(range(self.grid.world_size))
+        members = (list(ranks) for ranks in group_plan(self.grid)[name] if self.planned_rank in ranks)
+        return next(members, [self.planned_rank])
 
     @staticmethod
     def resolve(given: "ProcessGroupCollection | None") -> "ProcessGroupCollection":
@@ -102,7 +121,7 @@ class ProcessGroupCollection:
         return getattr(self, name)
 
 
-GROUP_NAMES = tuple(field.name for field in dataclasses.fields(ProcessGroupCollection) if field.name != "grid")
+GROUP_NAMES = tuple(field.name for field in dataclasses.fields(ProcessGroupCollection) if field.name not in ("grid", "planned_rank"))
 
 _installed: ProcessGroupCollection | None = None
 _made: dict[tuple[tuple[int, ...], datetime.timedelta], Group] = {}
@@ -138,7 +157,7 @@ def create_process_groups(
         return ProcessGroupCollection.single_process()
     _forget_groups_of_another_world()
     timeout = _world_timeout() if timeout is None else timeout
-    own: dict[str, Group] = {}
+    own: dict[str, Any] = {}
     for name, all_ranks in plan.items():
         for ranks in all_ranks:
             group = _group_of(tuple(ranks), timeout, name)

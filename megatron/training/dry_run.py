@@ -37,7 +37,7 @@ def dry_run_report(config: RunConfig, world_size: int) -> str:
         config,
         vocab_size=true_vocab_size(config, tokenizer),
         device=torch.device("meta"),
-        pg_collection=ProcessGroupCollection.single_process(),
+        pg_collection=ProcessGroupCollection.planned(rank_grid(config.parallel, world_size), 0),
     )
     lines = [f"configuration is valid for {world_size} rank(s)", *_data(config, tokenizer, plan), *_length(config, plan)]
     lines += [*_memory(config, model, dp), *_rank_map(config, world_size)]
@@ -64,7 +64,7 @@ def _length(config: RunConfig, plan: TrainingPlan) -> list[str]:
 
 
 def _memory(config: RunConfig, model: torch.nn.Module, dp: int) -> list[str]:
-    """Model state in bytes per rank, and bytes that each rank sends per step (ring: (d-1)/d of a buffer per collective)."""
+    """Model state in bytes of rank 0, and bytes that it sends per step over data parallelism (ring: (d-1)/d of a buffer each)."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     sharded = config.ddp.use_distributed_optimizer
     layout = _layout(trained, config, dp)
@@ -85,7 +85,7 @@ def _memory(config: RunConfig, model: torch.nn.Module, dp: int) -> list[str]:
     traffic = wire * padded * (grad_size + param_size) if sharded else 2 * wire * padded * grad_size
     total = sum(states.values())
     return [
-        f"parameters: {sum(p.numel() for p in model.parameters()):,} ({sum(p.numel() for _, p in trained):,} trained)",
+        f"parameters per rank: {sum(p.numel() for p in model.parameters()):,} ({sum(p.numel() for _, p in trained):,} trained)",
         "model state per rank: " + ", ".join(f"{name} {size:,} bytes" for name, size in states.items()) + f"; together {total:,} bytes",
         f"of this padding: {(padded - layout.numel_unpadded):,} elements in {len(layout.buckets)} bucket(s); activations are not counted",
         f"communication per rank and step: {int(traffic):,} bytes sent "

@@ -28,6 +28,7 @@ from megatron.core.errors import ConfigError, NonFiniteError
 from megatron.core.models.gpt.gpt_model import padded_vocab_size
 from megatron.core.optimizer import MegatronOptimizer, describe_param_groups, get_megatron_optimizer, memory_report
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.param_meta import param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.timers import Timers
@@ -493,12 +494,15 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------ little
 
     def _params_norm(self) -> float | None:
-        """L2 norm of all parameters (replicated over data parallelism), in fp32; None unless it is to be logged."""
+        """L2 norm of all logical parameters, in fp32; None unless it is to be logged."""
         if not self.config.logging.log_params_norm:
             return None
         self.optimizer.finish_param_sync()
-        norms = [torch.linalg.vector_norm(p.detach().float()) for p in self.model.parameters()]
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+        counted = [p for p in self.model.parameters() if self.groups.rank("tp") == 0 or param_meta(p).tp_dim is not None]
+        norms = torch.stack([torch.linalg.vector_norm(p.detach().float()) for p in counted])
+        square = norms.double().square().sum()
+        collectives.all_reduce(square, self.groups.tp)  # sum over tp, fp64
+        return math.sqrt(square.item())
 
     def _collect_garbage(self) -> None:
         training = self.config.training
@@ -507,9 +511,11 @@ class Trainer:
 
     def _announce(self) -> None:
         """What runs, printed once by rank 0."""
-        parameters = sum(p.numel() for p in self.model.parameters())
+        tensor_ranks = self.groups.size("tp")
+        parameters = sum(p.numel() * (1 if param_meta(p).tp_dim is None else tensor_ranks) for p in self.model.parameters())
+        cut = f"tensor parallel {tensor_ranks}, " if tensor_ranks > 1 else ""
         print_rank_0(
-            f"{self.world_size} rank(s) on {self.device.type}, data parallel {self.groups.size('dp')}; "
+            f"{self.world_size} rank(s) on {self.device.type}, {cut}data parallel {self.groups.size('dp')}; "
             f"{parameters / 1e6:.2f} M parameters in {self.config.parallel.params_dtype}"
         )
         print_rank_0(str(memory_report([self.model], self.optimizer)))

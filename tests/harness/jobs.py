@@ -10,15 +10,20 @@ from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.model_state import model_sharded_tensors
 from megatron.training.config import parse_command_line
 from megatron.training.initialize import create_groups
 from megatron.training.metrics import StepResult
 from megatron.training.trainer import Trainer
+from tests.harness.logical import logical_tensors
 
 
 @dataclasses.dataclass
 class Job:
-    """What a job leaves: losses and gradient norms per step, sample ids per step, logical weights before and after."""
+    """What a job leaves: losses and gradient norms per step, sample ids per step, logical weights before and after.
+
+    Weights of one tensor-parallel rank include the vocabulary's padding; those of several do not.
+    """
 
     losses: list[float]
     grad_norms: list[float | None]
@@ -95,8 +100,12 @@ def train_job(flags: list[str], **kwargs: Any) -> Job:
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Copies of all parameters by logical name."""
-    return {name: p.detach().clone() for name, p in trainer.model.module.named_parameters()}
+    """Copies of all whole parameters by logical name; ranks that hold the same part of one must hold the same bits."""
+    module, groups = trainer.model.module, trainer.groups
+    if groups.size("tp") == 1:
+        return {name: p.detach().clone() for name, p in module.named_parameters()}
+    whole = logical_tensors(model_sharded_tensors(module, groups), groups)
+    return {name.removeprefix("model."): tensor for name, tensor in whole.items()}
 
 
 def read_metrics(path: str | pathlib.Path) -> list[dict[str, Any]]:

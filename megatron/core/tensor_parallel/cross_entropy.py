@@ -48,7 +48,7 @@ class _CrossEntropy(torch.autograd.Function):
         flat, accumulate = logits.reshape(-1, logits.size(-1)), torch.promote_types(logits.dtype, torch.float32)
         first = collectives.group_rank(group) * flat.size(1)
         columns = max(0, min(vocab_size - first, flat.size(1)))  # this rank's part of the true vocabulary
-        local, elsewhere = _local_targets(targets.reshape(-1, 1), first, columns, group)
+        local, elsewhere = _local_targets(targets.reshape(-1, 1), first, columns, vocab_size, group)
         largest = torch.full((flat.size(0), 1), -torch.inf, dtype=accumulate, device=flat.device)
         total, picked = torch.zeros_like(largest), torch.zeros_like(largest)
         if columns:
@@ -57,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
         if columns:
             for rows in _row_blocks(flat):
                 torch.sum((flat[rows, :columns] - largest[rows]).exp_(), 1, keepdim=True, out=total[rows])
-            picked = flat.gather(1, local).to(accumulate)
+            picked = flat[:, :columns].gather(1, local).to(accumulate)
             if elsewhere is not None:
                 picked.masked_fill_(elsewhere, 0)
         if collectives.group_size(group) > 1:
@@ -87,11 +87,13 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _local_targets(
-    targets: torch.Tensor, first: int, columns: int, group: Group
+    targets: torch.Tensor, first: int, columns: int, vocab_size: int, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Targets as columns of this rank (0 for those of other ranks), and which are of other ranks (None: the rank is alone)."""
     if collectives.group_size(group) == 1:
         return targets, None
+    in_vocabulary = (targets >= 0) & (targets < vocab_size)
+    torch._assert_async(in_vocabulary.all(), f"a target is out of bounds: the vocabulary is 0 to {vocab_size}, exclusive")
     local = targets - first
     elsewhere = (local < 0) | (local >= columns)
     return local.masked_fill(elsewhere, 0), elsewhere

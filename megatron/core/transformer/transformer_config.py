@@ -203,6 +203,10 @@ class TransformerConfig(ModelArchitectureConfig, ModelParallelConfig):
             problems.append(
                 f"tensor_model_parallel_size={self.tensor_model_parallel_size} does not divide num_query_groups={self.num_kv_heads}"
             )
+        if self.ffn_size % self.tensor_model_parallel_size:
+            problems.append(
+                f"tensor_model_parallel_size={self.tensor_model_parallel_size} does not divide ffn_hidden_size={self.ffn_size}"
+            )
         stages = self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
         if self.num_layers % stages:
             problems.append(

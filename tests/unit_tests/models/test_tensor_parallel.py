@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.mapping import logical_shape, param_placements
+from megatron.core.dist_checkpointing.model_state import model_sharded_tensors
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -16,7 +18,6 @@ from megatron.core.tensor_parallel.random import model_parallel_seed
 from tests.harness.distributed import run_distributed
 from tests.harness.logical import logical_grads, logical_tensors
 from tests.harness.t0 import t0_transformer_config
-from megatron.core.dist_checkpointing.model_state import model_sharded_tensors
 
 VOCABULARY = 101
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -74,8 +75,6 @@ def outcome(variant: dict[str, Any], tp: int, sequence_parallel: bool, poison: b
 
 def _count_up(param: torch.nn.Parameter, groups: ProcessGroupCollection) -> None:
     """0.01 x the logical index, so that a bias that is added twice, or shifted, shows."""
-    from megatron.core.dist_checkpointing.mapping import logical_shape, param_placements
-
     values = 0.01 * torch.arange(logical_shape(param, groups.size("tp"))[0], dtype=param.dtype)
     for place in param_placements(param, groups.rank("tp"), groups.size("tp")):
         param[place.local.slices()] = values[place.logical.slices()]

@@ -25,9 +25,12 @@ def test_a_good_configuration_has_no_problem(world_size: int | None) -> None:
     ("flags", "words"),
     [
         ("--global-batch-size=8 --set training.micro_batch_size=3", "global_batch_size=8 micro_batch_size=3"),
-        ("--tensor-model-parallel-size=2", "tensor_model_parallel_size=2 not_supported use_1"),
+        ("--context-parallel-size=2", "context_parallel_size=2 not_supported use_1"),
         ("--tensor-model-parallel-size=3", "tensor_model_parallel_size=3 num_attention_heads=4 ranks"),
         ("--tensor-model-parallel-size=4 --num-query-groups=2", "tensor_model_parallel_size=4 num_query_groups=2"),
+        ("--tensor-model-parallel-size=2 --ffn-hidden-size=65", "tensor_model_parallel_size=2 ffn_hidden_size=65"),
+        ("--tensor-model-parallel-size=2 --set model.torch_compile=true", "torch_compile tensor_model_parallel_size=1"),
+        ("--sequence-parallel", "sequence_parallel=True tensor_model_parallel_size"),
         ("--pipeline-model-parallel-size=2 --set num_layers=5", "num_layers=5 pipeline_model_parallel_size=2"),
         ("--virtual-pipeline-model-parallel-size=2", "virtual_pipeline_model_parallel_size pipeline_model_parallel_size"),
         ("--context-parallel-size=4 --set data.seq_length=18", "seq_length=18 context_parallel_size=4 8"),
