@@ -128,9 +128,9 @@ class OverlapCheck:
         versions.sent_grads = _copied(_sent_grads(group))
 
     def _reduce_waiting(self, group: _ParamAndGradBucketGroup, versions: _Versions) -> None:
-        if _changed(versions.sent_grads):
+        sent, versions.sent_grads = versions.sent_grads, ()
+        if _changed(sent):
             self._refuse(f"gradients in {group.name} were changed while their reduction was in flight")
-        versions.sent_grads = ()
 
     def _reduced(self, group: _ParamAndGradBucketGroup, versions: _Versions) -> None:
         versions.reduced = versions.reduce_dispatched
@@ -164,13 +164,13 @@ class OverlapCheck:
         versions.sent_params = _copied(_sent_params(group))
 
     def _gathered(self, group: _ParamAndGradBucketGroup, versions: _Versions) -> None:
-        if _changed(versions.sent_params):
+        sent, versions.sent_params = versions.sent_params, ()
+        versions.arrived = versions.dispatched
+        if _changed(sent):
             self._refuse(
                 f"parameters in {group.name} were written while their gather was in flight: version {versions.dispatched} was "
                 "dispatched before its write was complete"
             )
-        versions.sent_params = ()
-        versions.arrived = versions.dispatched
 
     def _state_dict_read(self, module: torch.nn.Module, *unused: Any) -> None:
         self.read(module.parameters(recurse=False))

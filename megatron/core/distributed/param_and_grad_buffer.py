@@ -304,8 +304,8 @@ class _ParamAndGradBucketGroup:
     def _wait_reduce(self, factors: Sequence[float | torch.Tensor | None]) -> None:
         assert isinstance(self.grad_reduce_handle, WorkList)
         works = self.grad_reduce_handle.works
+        self.tell(BucketEvent.REDUCE_WAITING)  # may raise: the handle stays, since a message must not be dropped in flight
         self.grad_reduce_handle = None
-        self.tell(BucketEvent.REDUCE_WAITING)
         begun = time.perf_counter()
         for work, factor in zip(works, factors, strict=True):
             work.wait(factor)
