@@ -274,6 +274,10 @@ def _load_tensors(
                     f"step {manifest.iteration} in {store.directory} holds no optimizer state; use --no-load-optim or --finetune"
                 )
             )
+        try:
+            optimizer.check_common_state_dict(manifest.common["optimizer"])
+        except CheckpointError as error:
+            raise known_to_all(CheckpointError(f"step {manifest.iteration} in {store.directory}: {error}")) from None
         wanted += [_without_shared(tensor, model) for tensor in optimizer.sharded_state_dict().values()]
     rng = {} if options.finetune or options.no_load_rng else _rng_targets(manifest, _layout(model_chunks, groups))
     store.load(manifest.iteration, wanted + [whole(_rng_prefix() + stream, state) for stream, state in rng.items()])

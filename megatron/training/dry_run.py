@@ -8,6 +8,7 @@ import torch
 from megatron.core.datasets.gpt_dataset import SPLITS, build_gpt_datasets
 from megatron.core.distributed.param_layout import BufferLayout, ParamSpec, plan_buffer
 from megatron.core.errors import ConfigError
+from megatron.core.optimizer.update_rules import state_names
 from megatron.core.param_meta import param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers import Tokenizer
@@ -73,7 +74,7 @@ def _memory(config: RunConfig, model: torch.nn.Module, dp: int) -> list[str]:
     padded = layout.numel
     owned = padded // dp if sharded else layout.numel_unpadded  # elements whose optimizer state this rank keeps
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
+    moments = len(state_names(config.optimizer, config.optimizer.optimizer))
     states = {
         "params": ((padded if sharded else layout.numel_unpadded) + frozen) * param_size,
         "grads": padded * grad_size,

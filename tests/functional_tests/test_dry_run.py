@@ -35,7 +35,7 @@ def foretold(flags: list[str], world_size: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     "options",
     [{}, {"bf16": True}, {"fp16": True}, {"fp16": True, "accumulate_allreduce_grads_in_fp32": True},
-     {"optimizer": "sgd"}, {"optimizer": "sgd", "sgd_momentum": 0.0}, {"freeze": ["embedding.*"]}],
+     {"optimizer": "sgd"}, {"optimizer": "sgd", "sgd_momentum": 0.0}, {"optimizer": "lion"}, {"freeze": ["embedding.*"]}],
 )  # fmt: skip
 def test_bytes_foretold_are_the_bytes_held(tmp_path: pathlib.Path, sharded: bool, options: dict[str, Any]) -> None:
     write_d0(str(tmp_path / "d0"))

@@ -1,4 +1,4 @@
-"""AdamW kernels on lists of tensors, behind one call: torch's fused one, Apex's, Transformer Engine's.
+"""Adam kernels on lists of tensors, behind one call: torch's fused one, Apex's, Transformer Engine's.
 
 All read and write the same state (exp_avg, exp_avg_sq, fp32; the step is given), so a checkpoint doesn't know which one ran.
 """
@@ -16,7 +16,10 @@ from megatron.core.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class AdamArguments:
-    """Scalars of one AdamW update. grads are divided by `divisor` first; `step` counts from 1."""
+    """Scalars of one Adam update. grads are divided by `divisor` first; `step` counts from 1.
+
+    decoupled: weight decay acts on the parameter (AdamW), else it is added to the gradient.
+    """
 
     lr: float
     beta1: float
@@ -25,6 +28,7 @@ class AdamArguments:
     weight_decay: float
     step: int
     divisor: float
+    decoupled: bool = True
 
 
 Tensors = Sequence[torch.Tensor]
@@ -50,11 +54,12 @@ def choose_adam_kernel(choice: str, device: torch.device) -> tuple[str, AdamKern
 
 
 def torch_adam(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, arguments: AdamArguments) -> None:
-    """torch's fused AdamW, the kernel behind `torch.optim.AdamW(fused=True)`; divides the gradients on the way."""
+    """torch's fused kernels, those behind `torch.optim.AdamW(fused=True)` and `torch.optim.Adam(fused=True)`; divide the gradients on the way."""
     device = params[0].device
     step = torch.tensor(float(arguments.step), dtype=torch.float32, device=device)
     divisor = None if arguments.divisor == 1.0 else torch.tensor(arguments.divisor, dtype=torch.float32, device=device)
-    torch._fused_adamw_(
+    kernel = torch._fused_adamw_ if arguments.decoupled else torch._fused_adam_
+    kernel(
         list(params),
         list(grads),
         list(exp_avgs),
@@ -107,7 +112,7 @@ def _multi_tensor_kernel(optimizer_class: type[Any], applier_module: str) -> Ada
             arguments.beta2,
             arguments.eps,
             arguments.step,
-            1,  # decoupled weight decay
+            int(arguments.decoupled),
             1,  # bias correction
             arguments.weight_decay,
         )

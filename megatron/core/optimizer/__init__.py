@@ -1,4 +1,4 @@
-"""Optimizers: plain and distributed AdamW and SGD over DistributedDataParallel's buffers. Start at `get_megatron_optimizer`."""
+"""Optimizers: plain and distributed, over DistributedDataParallel's buffers. Start at `get_megatron_optimizer`."""
 
 from collections.abc import Sequence
 from typing import Any

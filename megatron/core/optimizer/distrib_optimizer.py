@@ -26,7 +26,7 @@ from megatron.core.distributed.param_layout import Range
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.optimizer.distrib_optimizer_state import cut_params, gather_flat, logical_tensor, scatter_flat
 from megatron.core.optimizer.optimizer import WIDE_DTYPES, MainParam, MegatronOptimizer, UpdateUnit, norm_ranges
-from megatron.core.optimizer.shard_map import build_shard_map
+from megatron.core.optimizer.shard_map import build_shard_map, pack_states
 from megatron.core.param_meta import ParamMeta, param_meta
 
 __all__ = ["DistributedOptimizer", "Range"]
@@ -64,13 +64,11 @@ class DistributedOptimizer(MegatronOptimizer):
         if grad_shard.dtype != main.dtype:
             grad = torch.zeros_like(main)
             unit.grad_copies.append((grad, grad_shard))
-        flats = {"main_param": main, **{name: torch.zeros_like(main) for name in self.rule.state_names}}
-        unit.flats.append(flats)
-
         shard_map = self._build_model_gbuf_range(buffer, bucket.bucket_id)["param_map"]
+        states, state_of = self._allocate_states(main, {param: ranges["gbuf_local"] for param, ranges in shard_map.items()})
+        unit.flats.append({"main_param": main, **states})
         for param, ranges in shard_map.items():
             local = ranges["gbuf_local"].slice()
-            state = {name: flats[name][local] for name in self.rule.state_names}
             unit.main_params.append(
                 MainParam(
                     buffer.param_to_name[param],
@@ -78,13 +76,29 @@ class DistributedOptimizer(MegatronOptimizer):
                     ranges["param"].start,
                     main[local],
                     grad[local],
-                    state,
+                    state_of[param],
                     self._group_of[param],
                 )
             )
         counted = [ranges["gbuf_local"] for param, ranges in shard_map.items() if self._counts(param)]
         expert = any(param_meta(param).is_expert for param in bucket.params_list)
         (unit.expert if expert else unit.dense).extend(grad[held.slice()] for held in norm_ranges(counted))
+
+    def _allocate_states(
+        self, main: torch.Tensor, held: Mapping[torch.nn.Parameter, Range]
+    ) -> tuple[dict[str, torch.Tensor], dict[torch.nn.Parameter, dict[str, torch.Tensor]]]:
+        """A bucket's states as flat tensors by name, and each parameter's views of them.
+
+        main: flat main shard. held: parameter -> its part of the shard. With one rule a state lies like the shard.
+        """
+        if len(self.rules) == 1:
+            places = {param: dict.fromkeys(self.state_names[1:], part) for param, part in held.items()}
+            sizes = dict.fromkeys(self.state_names[1:], main.numel())
+        else:
+            places, sizes = pack_states(held, {param: self.state_names_of(param)[1:] for param in held})
+        flats = {name: main.new_zeros(size) for name, size in sizes.items()}
+        views = {param: {name: flats[name][at.slice()] for name, at in where.items()} for param, where in places.items()}
+        return flats, views
 
     @classmethod
     def _build_model_gbuf_param_range_map(
@@ -203,14 +217,17 @@ class DistributedOptimizer(MegatronOptimizer):
         on the other ranks.
         """
         params: dict[str, dict[str, torch.Tensor]] = {}
-        for _, buffer, bucket, flats in self._buckets():
-            ranges = self._ranges(buffer, bucket)
+        for buffer, bucket in self._buckets():
             for key in self.state_names:
-                whole = gather_flat(flats[key], buffer.data_parallel_group)
+                ranges = self._ranges(buffer, bucket, key)
+                shard, parts = self._as_shard(buffer, bucket, key)
+                for view, part in parts:
+                    view.copy_(part)
+                whole = gather_flat(shard, buffer.data_parallel_group)
                 if whole is not None:
                     for name, value in cut_params(whole.cpu(), ranges, bucket.offset).items():
                         params.setdefault(name, {})[key] = value.clone()
-        if any(collectives.group_rank(buffer.data_parallel_group) for _, buffer, _, _ in self._buckets()):
+        if any(collectives.group_rank(buffer.data_parallel_group) for buffer, _ in self._buckets()):
             return None
         return {"format": DP_ZERO_FORMAT, "common": self.common_state_dict(), "params": params}
 
@@ -224,16 +241,19 @@ class DistributedOptimizer(MegatronOptimizer):
         if problem is not None:
             raise CheckpointError(problem)
         self.finish_param_sync()
-        for _, buffer, bucket, flats in self._buckets():
-            ranges = self._ranges(buffer, bucket)
+        for buffer, bucket in self._buckets():
             for key in self.state_names:
+                ranges = self._ranges(buffer, bucket, key)
+                shard, parts = self._as_shard(buffer, bucket, key)
                 whole = None
                 if collectives.group_rank(buffer.data_parallel_group) == 0:
                     assert state is not None
-                    whole = torch.zeros(bucket.grad_data.numel(), dtype=flats[key].dtype, device=flats[key].device)
+                    whole = shard.new_zeros(bucket.grad_data.numel())
                     for name, view in cut_params(whole, ranges, bucket.offset).items():
                         view.copy_(state["params"][name][key])
-                scatter_flat(whole, flats[key], buffer.data_parallel_group)
+                scatter_flat(whole, shard, buffer.data_parallel_group)
+                for view, part in parts:
+                    part.copy_(view)
         common = collectives.gather_objects(None if state is None else state["common"], self._main_group())[0]
         self.load_common_state_dict(common)
         self.reload_after_load()
@@ -254,19 +274,35 @@ class DistributedOptimizer(MegatronOptimizer):
     def _main_group(self) -> collectives.Group:
         return getattr(self.groups, self._shard_group())
 
-    def _buckets(self) -> list[tuple[UpdateUnit, _ParamAndGradBuffer, _ParamAndGradBucket, dict[str, torch.Tensor]]]:
-        """Every bucket with its unit, buffer and flat shards, in the order of the updates."""
+    def _buckets(self) -> list[tuple[_ParamAndGradBuffer, _ParamAndGradBucket]]:
+        """Every bucket with its buffer, in the order of the updates."""
         owner = {id(b): buffer for chunk in self.model_chunks for buffer in chunk.all_buffers() for b in buffer.buckets}
         found = []
         for unit in self.units:
             assert unit.bucket_group is not None
-            for bucket, flats in zip(unit.bucket_group.buckets, unit.flats, strict=True):
-                found.append((unit, owner[id(bucket)], bucket, flats))
+            found += [(owner[id(bucket)], bucket) for bucket in unit.bucket_group.buckets]
         return found
 
-    @staticmethod
-    def _ranges(buffer: _ParamAndGradBuffer, bucket: _ParamAndGradBucket) -> dict[str, tuple[int, torch.Size]]:
-        return {buffer.param_to_name[param]: (buffer.param_index_map[param][0], param.shape) for param in bucket.params_list}
+    def _as_shard(
+        self, buffer: _ParamAndGradBuffer, bucket: _ParamAndGradBucket, key: str
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Memory that lies like this rank's shard of a bucket (zeros), and pairs of (its view, a parameter's value `key`)."""
+        shard_map = self._build_model_gbuf_range(buffer, bucket.bucket_id)["param_map"]
+        values = {main.param: self._tensors_of(main) for main in self.main_params() if main.param in shard_map}
+        size = buffer.shard_range(bucket.bucket_id, 0).size
+        dtype = buffer.param_dtype if buffer.param_dtype in WIDE_DTYPES else torch.float32
+        shard = torch.zeros(size, dtype=dtype, device=bucket.grad_data.device)
+        pairs = [
+            (shard[shard_map[param]["gbuf_local"].slice()], tensors[key]) for param, tensors in values.items() if key in tensors
+        ]
+        return shard, pairs
+
+    def _ranges(
+        self, buffer: _ParamAndGradBuffer, bucket: _ParamAndGradBucket, key: str
+    ) -> dict[str, tuple[int, torch.Size]]:
+        """Name -> (start in the buffer, shape) of the bucket's parameters that have the value `key`."""
+        params = [param for param in bucket.params_list if key in self.state_names_of(param)]
+        return {buffer.param_to_name[param]: (buffer.param_index_map[param][0], param.shape) for param in params}
 
     def _param_by_name(self, name: str) -> torch.nn.Parameter:
         return next(param for chunk in self.model_chunks for param, known in chunk.param_to_name.items() if known == name)
@@ -277,11 +313,16 @@ class DistributedOptimizer(MegatronOptimizer):
             return None
         if state is None or state.get("format") != DP_ZERO_FORMAT:
             return "not a parameter state that save_parameter_state wrote"
+        try:
+            self.check_common_state_dict(state["common"])
+        except CheckpointError as error:
+            return str(error)
         for chunk in self.model_chunks:
             for param, name in chunk.param_to_name.items():
                 saved = state["params"].get(name)
-                if saved is None or sorted(saved) != sorted(self.state_names):
-                    return f"the parameter state has no {', '.join(self.state_names)} of {name}"
+                wanted = self.state_names_of(param)
+                if saved is None or sorted(saved) != sorted(wanted):
+                    return f"the parameter state has no {', '.join(wanted)} of {name}"
                 shape = list(saved["main_param"].shape)
                 if shape != list(param.shape):
                     return f"{name} is {shape} in the parameter state, {list(param.shape)} in the model"

@@ -52,12 +52,12 @@ def memory_report(model_chunks: Sequence[DistributedDataParallel], optimizer: Me
         main_params += _bytes(source for _, source in unit.param_copies)
         main_grads += _bytes(target for target, _ in unit.grad_copies)
         if unit.flats:
+            states = _bytes(tensor for flats in unit.flats for name, tensor in flats.items() if name != "main_param")
+            moments += states
             held = sum(main.main.numel() for main in unit.main_params)
-            for flats in unit.flats:
-                moments += _bytes(tensor for name, tensor in flats.items() if name != "main_param")
             copies = _bytes_per_element(unit.param_copies, 1) + _bytes_per_element(unit.grad_copies, 0)
-            states = sum(tensor.itemsize for name, tensor in unit.flats[0].items() if name != "main_param")
-            padding += (sum(flats["main_param"].numel() for flats in unit.flats) - held) * (copies + states)
+            padding += (sum(flats["main_param"].numel() for flats in unit.flats) - held) * copies
+            padding += states - _bytes(tensor for main in unit.main_params for tensor in main.state.values())
         else:
             moments += _bytes(tensor for main in unit.main_params for tensor in main.state.values())
     return MemoryReport(

@@ -32,7 +32,7 @@ from megatron.core.optimizer.param_groups import (
     group_scalars,
     load_group_scalars,
 )
-from megatron.core.optimizer.update_rules import UpdateRule, build_update_rule
+from megatron.core.optimizer.update_rules import UpdateRule, build_update_rules
 from megatron.core.param_meta import ParamMeta, param_meta
 
 STATE_FORMAT = "megadlms optimizer shard 1"
@@ -63,7 +63,7 @@ class UpdateUnit:
 
     grad_copies, param_copies: (to, from) pairs that carry gradients into fp32 before the norm, and main params into the model
     after the update. dense, expert: flat gradients that this rank adds to the norm. bucket_group: whose gather follows.
-    flats: per bucket, name -> this rank's flat shard (main_param and states).
+    flats: per bucket, name -> this rank's flat memory (main_param and states).
     """
 
     main_params: list[MainParam]
@@ -84,10 +84,10 @@ class UpdateUnit:
         for target, source in self.param_copies:
             target.copy_(source)
 
-    def update(self, rule: UpdateRule, divisor: float) -> None:
-        """One step of `rule` on every main param, group by group."""
+    def update(self, rules: Mapping[str, UpdateRule], divisor: float) -> None:
+        """One step of its rule on every main param, group by group."""
         for group, mains, grads, states in self._by_group:
-            rule.update(mains, grads, states, group, divisor)
+            rules[group["optimizer"]].update(mains, grads, states, group, divisor)
 
     @functools.cached_property
     def _by_group(self) -> list[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor], dict[str, list[torch.Tensor]]]]:
@@ -137,11 +137,11 @@ class MegatronOptimizer(ABC):
         self.grad_scaler: MegatronGradScaler = build_grad_scaler(config)
         named = [(name, param) for chunk in self.model_chunks for param, name in chunk.param_to_name.items()]
         self.device = named[0][1].device if named else torch.device("cpu")
-        self.rule: UpdateRule = build_update_rule(config, self.device)
+        self.rules: dict[str, UpdateRule] = build_update_rules(config, self.device)
         self._param_groups, self._group_of = build_param_groups(
             config,
             named,
-            self.rule.hyperparameters(),
+            self.rules,
             no_weight_decay_cond=no_weight_decay_cond,
             scale_lr_cond=scale_lr_cond,
             lr_mult=lr_mult,
@@ -161,8 +161,12 @@ class MegatronOptimizer(ABC):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """main_param and the update rule's states."""
-        return ("main_param", *self.rule.state_names)
+        """main_param and the update rules' states."""
+        return ("main_param", *dict.fromkeys(name for rule in self.rules.values() for name in rule.state_names))
+
+    def state_names_of(self, param: torch.nn.Parameter) -> tuple[str, ...]:
+        """main_param and the states of the parameter's own rule."""
+        return ("main_param", *self.rules[self._group_of[param]["optimizer"]].state_names)
 
     def main_params(self) -> Iterable[MainParam]:
         """All main params of this rank."""
@@ -227,7 +231,7 @@ class MegatronOptimizer(ABC):
         for group in self._param_groups:
             group["step"] += 1
         for unit in self.units:
-            unit.update(self.rule, divisor)
+            unit.update(self.rules, divisor)
             unit.copy_params()
             self._after_unit(unit)
         self._after_update()
@@ -327,17 +331,32 @@ class MegatronOptimizer(ABC):
             unit.copy_params()
 
     def common_state_dict(self) -> dict[str, Any]:
-        """JSON-able, the same on all ranks of a stage: step, parameter groups' scalars, loss scaler."""
+        """JSON-able, the same on all ranks of a stage: which optimizer, step, parameter groups' scalars, loss scaler."""
         return {
+            "optimizer": self.config.optimizer,
+            "states": list(self.state_names),
             "step": max((group["step"] for group in self._param_groups), default=0),
             "param_groups": [group_scalars(group) for group in self._param_groups],
             "grad_scaler": self.grad_scaler.state_dict(),
         }
 
     def load_common_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `common_state_dict`. Groups are matched by what they are, hyperparameters stay this run's."""
+        """Inverse of `common_state_dict`. Groups are matched by what they are, hyperparameters stay this run's.
+
+        Raises CheckpointError for the state of another optimizer.
+        """
+        self.check_common_state_dict(state)
         load_group_scalars(self._param_groups, state["param_groups"], state["step"])
         self.grad_scaler.load_state_dict(state["grad_scaler"])
+
+    def check_common_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if `state` (of `common_state_dict`) is that of another optimizer."""
+        saved, own = (state.get("optimizer"), state.get("states")), (self.config.optimizer, list(self.state_names))
+        if saved != own:
+            raise CheckpointError(
+                f"the optimizer state is that of --optimizer {saved[0]} ({', '.join(saved[1] or ())}), this run has --optimizer "
+                f"{own[0]} ({', '.join(own[1])}); give the options of that run, or --no-load-optim to start with fresh state"
+            )
 
     def sharded_state_dict(self) -> dict[str, ShardedTensor]:
         """What this rank holds of `optimizer.<main_param, exp_avg, ...>.<parameter>`: live memory, loading copies in place."""
@@ -371,7 +390,7 @@ class MegatronOptimizer(ABC):
     def _layout(self) -> dict[str, Any]:
         """What must agree for a local state to be loaded."""
         return {
-            "optimizer": type(self).__name__,
+            "optimizer": f"{type(self).__name__} ({self.config.optimizer})",
             "states": list(self.state_names),
             "tensor-parallel rank and size": [self.groups.rank("tp"), self.groups.size("tp")],
             "pipeline rank and size": [self.groups.rank("pp"), self.groups.size("pp")],
@@ -400,7 +419,7 @@ class _WholeParamOptimizer(MegatronOptimizer):
             main = self._main_of(model)
             if main is not model:
                 unit.param_copies.append((model, main))
-            state = {name: torch.zeros_like(main) for name in self.rule.state_names}
+            state = {name: torch.zeros_like(main) for name in self.state_names_of(param)[1:]}
             name, group = buffer.param_to_name[param], self._group_of[param]
             unit.main_params.append(MainParam(name, param, 0, main, grads[start:end], state, group))
             if self._counts(param):
@@ -516,6 +535,11 @@ class ChainedOptimizer:
     def common_state_dict(self) -> dict[str, Any]:
         """JSON-able state of each."""
         return {"chained": [optimizer.common_state_dict() for optimizer in self.chained_optimizers]}
+
+    def check_common_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Of each."""
+        for optimizer, part in zip(self.chained_optimizers, state["chained"], strict=True):
+            optimizer.check_common_state_dict(part)
 
     def load_common_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `common_state_dict`."""

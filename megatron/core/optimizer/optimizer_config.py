@@ -15,7 +15,9 @@ STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 class OptimizerConfig:
     """Section `optimizer` of a run's configuration, and the `config` of `get_megatron_optimizer`."""
 
-    optimizer: str = config_field("adam", choices=("adam", "sgd"), help="adam is AdamW (decoupled weight decay).")
+    optimizer: str = config_field(
+        "adam", choices=("adam", "sgd", "lion"), help="Update rule; adam is AdamW with decoupled_weight_decay, its default."
+    )
     optimizer_backend: str = config_field(
         "auto",
         choices=("auto", "te", "apex", "torch"),
@@ -29,7 +31,14 @@ class OptimizerConfig:
     decoupled_min_lr: float | None = config_field(
         None, minimum=0, help="Separate final learning rate for embedding and output layer."
     )
-    weight_decay: float = config_field(0.01, minimum=0, help="Decoupled weight decay, on tensors of two or more dimensions.")
+    weight_decay: float = config_field(
+        0.01, minimum=0, help="Weight decay, on tensors of two or more dimensions; decoupled but for SGD, which adds it to the gradient."
+    )
+    decoupled_weight_decay: bool = config_field(
+        True,
+        negative_flag="--no-decoupled-weight-decay",
+        help="AdamW; if false weight decay is added to the gradient (Adam). Needs optimizer=adam when false.",
+    )
     fp16: bool = config_field(False, linked="parallel.fp16", help="Model parameters are fp16.")
     bf16: bool = config_field(False, linked="parallel.bf16", help="Model parameters are bf16.")
     loss_scale: float | None = config_field(
@@ -43,6 +52,8 @@ class OptimizerConfig:
     adam_beta2: float = config_field(0.999, minimum=0, exclusive_maximum=1, help="Second moment's decay.")
     adam_eps: float = config_field(1e-8, minimum=0, help="Added to Adam's denominator.")
     sgd_momentum: float = config_field(0.9, minimum=0, exclusive_maximum=1, help="SGD's momentum.")
+    lion_beta1: float = config_field(0.95, minimum=0, exclusive_maximum=1, help="Lion's interpolation of momentum and gradient, whose sign is taken.")
+    lion_beta2: float = config_field(0.98, minimum=0, exclusive_maximum=1, help="Decay of Lion's momentum.")
     clip_grad: float = config_field(1.0, minimum=0, help="Global L2 norm to which gradients are clipped; 0 = off.")
     log_num_zeros_in_grad: bool = config_field(False, help="Count and log zeros in the gradient.")
     use_distributed_optimizer: bool = config_field(
@@ -69,6 +80,10 @@ class OptimizerConfig:
             problems.append(f"min_lr={self.min_lr:g} is above lr={self.lr:g}; min_lr must be at most lr")
         if self.overlap_param_gather_with_optimizer_step and not self.use_distributed_optimizer:
             problems.append("overlap_param_gather_with_optimizer_step=True needs use_distributed_optimizer=True")
+        if not self.decoupled_weight_decay and self.optimizer != "adam":
+            problems.append(
+                f"decoupled_weight_decay=False is only used with optimizer=adam, got {self.optimizer}; leave it True"
+            )
         if self.use_precision_aware_optimizer:
             problems.append("use_precision_aware_optimizer=True is not supported in this version; leave it False")
         if problems:

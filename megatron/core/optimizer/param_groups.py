@@ -1,8 +1,8 @@
 """Parameter groups: which parameters decay, which have a learning rate of their own.
 
 A group is a dict with Megatron's keys, live for the scheduler: params (this rank's main params), param_names (of all its
-parameters), lr, weight_decay, lr_mult, wd_mult, max_lr, min_lr, is_decoupled_lr, is_expert_parallel, step, and the update
-rule's hyperparameters. Its identity is `group_identity`, never its position.
+parameters), lr, weight_decay, lr_mult, wd_mult, max_lr, min_lr, is_decoupled_lr, is_expert_parallel, step, optimizer (the
+update rule's name) and the rule's hyperparameters. Its identity is `group_identity`, never its position.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,17 +12,18 @@ import torch
 
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.update_rules import UpdateRule, rule_name
 from megatron.core.param_meta import decays, param_meta
 
 Condition = Callable[[str, torch.nn.Parameter], bool]
 
-_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "optimizer")
 
 
 def build_param_groups(
     config: OptimizerConfig,
     named_params: Iterable[tuple[str, torch.nn.Parameter]],
-    hyperparameters: Mapping[str, Any],
+    rules: Mapping[str, UpdateRule],
     *,
     no_weight_decay_cond: Condition | None = None,
     scale_lr_cond: Condition | None = None,
@@ -31,6 +32,7 @@ def build_param_groups(
     """Sort trainable parameters into groups; returns the groups and each parameter's group.
 
     Args:
+        rules: by name, as `rule_name` chooses them.
         no_weight_decay_cond: True for parameters that are not decayed; default: as `param_meta.decays` says (tensors of one
             dimension are not).
         scale_lr_cond: True for parameters whose learning rate is multiplied by `lr_mult`.
@@ -46,16 +48,17 @@ def build_param_groups(
         decay = decays(param) if no_weight_decay_cond is None else not no_weight_decay_cond(name, param)
         scaled = scale_lr_cond is not None and scale_lr_cond(name, param)
         decoupled = config.decoupled_lr is not None and meta.is_embedding_or_output
-        key = (1.0 if decay else 0.0, lr_mult if scaled else 1.0, meta.is_expert, decoupled)
+        rule = rule_name(config, param)
+        key = (1.0 if decay else 0.0, lr_mult if scaled else 1.0, meta.is_expert, decoupled, rule)
         if key not in groups:
-            groups[key] = _new_group(config, key, hyperparameters)
+            groups[key] = _new_group(config, key, rules[rule].hyperparameters())
         groups[key]["param_names"].append(name)
         group_of[param] = groups[key]
     return [groups[key] for key in sorted(groups)], group_of
 
 
 def _new_group(config: OptimizerConfig, key: tuple[Any, ...], hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    wd_mult, lr_mult, is_expert, decoupled = key
+    wd_mult, lr_mult, is_expert, decoupled, rule = key
     max_lr = config.decoupled_lr if decoupled else config.lr
     min_lr = config.decoupled_min_lr if decoupled and config.decoupled_min_lr is not None else config.min_lr
     assert max_lr is not None
@@ -71,6 +74,7 @@ def _new_group(config: OptimizerConfig, key: tuple[Any, ...], hyperparameters: M
         "max_lr": max_lr,
         "min_lr": min_lr,
         "step": 0,
+        "optimizer": rule,
         **hyperparameters,
     }
 

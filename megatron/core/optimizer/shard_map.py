@@ -13,10 +13,10 @@
 (The names are Megatron's. A parameter of a real layout never crosses buckets; the arithmetic doesn't care.)
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from megatron.core.distributed.param_layout import Range
+from megatron.core.distributed.param_layout import SHARD_ALIGNMENT, Range
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -42,3 +42,24 @@ def build_shard_map(
                 "param": held.shifted(-start),
             }
     return shard_map
+
+
+def pack_states(
+    held: Mapping[Key, Range], names: Mapping[Key, Sequence[str]]
+) -> tuple[dict[Key, dict[str, Range]], dict[str, int]]:
+    """Where the states of a shard's parameters lie if not all parameters have the same ones: one after the other, by name.
+
+    Args:
+        held: parameter -> the part of it that the shard holds. names: parameter -> its states' names.
+
+    Returns each parameter's ranges by name and the elements of each name's flat tensor; a part begins at a multiple of 32.
+    """
+    sizes: dict[str, int] = {}
+    places: dict[Key, dict[str, Range]] = {}
+    for param, part in held.items():
+        places[param] = {}
+        for name in names[param]:
+            start = sizes.get(name, 0)
+            places[param][name] = Range(start, start + part.size)
+            sizes[name] = start + -(-part.size // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
+    return places, sizes

@@ -1,12 +1,17 @@
-"""Update rules: AdamW and SGD on lists of flat tensors, with a state layout that doesn't depend on the kernel."""
+"""Update rules on lists of flat tensors, element by element: Adam, SGD, Lion. The state's layout doesn't depend on the kernel.
 
-from collections.abc import Mapping, Sequence
+A parameter's rule is chosen by `rule_name`; `OptimizerConfig.optimizer` names it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from megatron.core.backends.fused_adam import AdamArguments, choose_adam_kernel
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+_BATCH = 1 << 16  # elements that several kernels in a row work on, so that they stay in the cache
 
 
 class UpdateRule(Protocol):
@@ -37,13 +42,14 @@ class UpdateRule(Protocol):
         ...
 
 
-class AdamW:
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), the maths of `torch.optim.AdamW`."""
+class Adam:
+    """Adam (Kingma and Ba, 2015), the maths of `torch.optim.AdamW` (Loshchilov and Hutter, 2019) or, with a weight decay that
+    is added to the gradient, of `torch.optim.Adam`."""
 
-    state_names = ("exp_avg", "exp_avg_sq")
+    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, config: OptimizerConfig, device: torch.device) -> None:
-        self.betas, self.eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
+        self.betas, self.eps, self.decoupled = (config.adam_beta1, config.adam_beta2), config.adam_eps, config.decoupled_weight_decay
         self.kernel_name, self.kernel = choose_adam_kernel(config.optimizer_backend, device)
 
     def hyperparameters(self) -> dict[str, Any]:
@@ -58,9 +64,9 @@ class AdamW:
         group: Mapping[str, Any],
         divisor: float,
     ) -> None:
-        """One AdamW step."""
-        beta1, beta2 = self.betas
-        arguments = AdamArguments(group["lr"], beta1, beta2, self.eps, group["weight_decay"], group["step"], divisor)
+        """One step."""
+        decay, (beta1, beta2) = group["weight_decay"], self.betas
+        arguments = AdamArguments(group["lr"], beta1, beta2, self.eps, decay, group["step"], divisor, self.decoupled)
         self.kernel(mains, grads, states["exp_avg"], states["exp_avg_sq"], arguments)
 
 
@@ -69,7 +75,7 @@ class SGD:
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.momentum = config.sgd_momentum
-        self.state_names: tuple[str, ...] = ("momentum_buffer",) if self.momentum else ()
+        self.state_names = state_names(config, "sgd")
 
     def hyperparameters(self) -> dict[str, Any]:
         """momentum."""
@@ -100,6 +106,74 @@ class SGD:
         )
 
 
-def build_update_rule(config: OptimizerConfig, device: torch.device) -> UpdateRule:
-    """The rule that `config.optimizer` names (checked there)."""
-    return AdamW(config, device) if config.optimizer == "adam" else SGD(config)
+class Lion:
+    """Lion (Chen et al., 2023, arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum, decoupled weight decay."""
+
+    state_names: tuple[str, ...] = ("exp_avg",)
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.betas = (config.lion_beta1, config.lion_beta2)
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """betas."""
+        return {"betas": list(self.betas)}
+
+    def update(
+        self,
+        mains: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        states: Mapping[str, Sequence[torch.Tensor]],
+        group: Mapping[str, Any],
+        divisor: float,
+    ) -> None:
+        """One step: main -= lr x (sign(beta1 m + (1 - beta1) g) + weight_decay x main); m = beta2 m + (1 - beta2) g."""
+        lr, (beta1, beta2) = group["lr"], self.betas
+        for main, grad, momentum in _batches(mains, grads, states["exp_avg"]):
+            if divisor != 1.0:
+                torch._foreach_div_(grad, divisor)
+            direction = torch._foreach_mul(momentum, beta1)
+            torch._foreach_add_(direction, grad, alpha=1.0 - beta1)
+            torch._foreach_sign_(direction)
+            torch._foreach_mul_(main, 1.0 - lr * group["weight_decay"])
+            torch._foreach_add_(main, direction, alpha=-lr)
+            torch._foreach_mul_(momentum, beta2)
+            torch._foreach_add_(momentum, grad, alpha=1.0 - beta2)
+
+
+def _batches(*lists: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], ...]]:
+    """The tensors of parallel lists in batches of about `_BATCH` elements; a longer tensor is cut into views."""
+    batch: list[tuple[torch.Tensor, ...]] = []
+    held = 0
+    for tensors in zip(*lists, strict=True):
+        for start in range(0, tensors[0].numel(), _BATCH):
+            batch.append(tuple(tensor[start : start + _BATCH] for tensor in tensors))
+            held += batch[-1][0].numel()
+            if held >= _BATCH:
+                yield tuple(list(column) for column in zip(*batch, strict=True))
+                batch, held = [], 0
+    if batch:
+        yield tuple(list(column) for column in zip(*batch, strict=True))
+
+
+def rule_name(config: OptimizerConfig, param: torch.Tensor) -> str:
+    """Which of `build_update_rules` updates the parameter."""
+    return config.optimizer
+
+
+def state_names(config: OptimizerConfig, rule: str) -> tuple[str, ...]:
+    """What a rule keeps beside the main params, one value per element each."""
+    if rule == "sgd":
+        return ("momentum_buffer",) if config.sgd_momentum else ()
+    return {"adam": Adam.state_names, "lion": Lion.state_names}[rule]
+
+
+def build_update_rules(config: OptimizerConfig, device: torch.device) -> dict[str, UpdateRule]:
+    """The rules that `config.optimizer` (checked there) needs, by name."""
+    rules: dict[str, UpdateRule] = {}
+    if config.optimizer == "adam":
+        rules["adam"] = Adam(config, device)
+    elif config.optimizer == "lion":
+        rules["lion"] = Lion(config)
+    else:
+        rules["sgd"] = SGD(config)
+    return rules
