@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Step = Callable[[], float]
 
 
-def product_model(job: Job, dtype: str, backend: str) -> GPTModel:
+def product_model(job: Job, dtype: str, compiled: bool) -> GPTModel:
     """The product's model for R."""
     config = TransformerConfig(
         num_layers=job.layers,
@@ -42,7 +42,8 @@ def product_model(job: Job, dtype: str, backend: str) -> GPTModel:
         untie_embeddings_and_output_weights=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        attention_backend=backend,
+        attention_backend="unfused" if compiled else "auto",
+        torch_compile=compiled,
         bf16=dtype == "bf16",
     )
     groups = ProcessGroupCollection.single_process()
@@ -67,7 +68,7 @@ def contestants(job: Job, dtype: str, micro_batch: int, compiled: bool) -> dict[
     """Steps of the product and of plain torch on the same weights and tokens; compiled ones with unfused (manual) attention."""
     generator = torch.Generator().manual_seed(1)
     tokens, labels = (torch.randint(job.vocab, (micro_batch, job.sequence), generator=generator) for _ in range(2))
-    product = product_model(job, dtype, "unfused" if compiled else "auto")
+    product = product_model(job, dtype, compiled)
     plain = PlainGPT(job, manual_attention=compiled).to(DTYPES[dtype])
     load_weights(plain, dict(product.named_parameters()))
     plain_forward: Callable[..., torch.Tensor] = plain

@@ -62,7 +62,7 @@ class UnfusedAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prepared: torch.Tensor, dropout: float
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        query, key, value = _heads_first(query, key, value)
+        query, key, value = (part.contiguous() for part in _heads_first(query, key, value))  # compilers fuse this copy
         scores = (query * query.size(-1) ** -0.5) @ key.transpose(-1, -2)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(prepared, float("-inf"))
         weights = F.dropout(torch.softmax(scores, dim=-1), dropout, training=dropout > 0).to(value.dtype)

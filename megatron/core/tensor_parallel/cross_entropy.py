@@ -7,6 +7,8 @@ and writes the gradient over the logits, so neither a softmax nor a second [toke
 cut over tensor parallelism the ranks exchange three numbers per token, never logits (Shoeybi et al. 2019, section 3).
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +22,13 @@ _GPU_BLOCK_ELEMENTS = 1 << 26
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, *, vocab_size: int, reuse_logits: bool = False, group: Group = None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab_size: int,
+    reuse_logits: bool = False,
+    group: Group = None,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """Loss of each token over the true vocabulary.
 
@@ -32,10 +40,11 @@ def vocab_parallel_cross_entropy(
         reuse_logits: the backward overwrites the memory of `logits`. Only for logits that nobody reads afterwards; a second
             backward through the same graph is then an error.
         group: tensor-parallel group that the vocabulary is cut over.
+        compiled: have torch.compile fuse the passes over the logits.
 
     Returns [...] losses in nats, fp32 (fp64 for fp64 logits).
     """
-    return _CrossEntropy.apply(logits, targets, vocab_size, reuse_logits, group)  # type: ignore[no-untyped-call]
+    return _CrossEntropy.apply(logits, targets, vocab_size, reuse_logits, group, compiled)  # type: ignore[no-untyped-call]
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -43,7 +52,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, reuse_logits: bool, group: Group
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        vocab_size: int,
+        reuse_logits: bool,
+        group: Group,
+        compiled: bool,
     ) -> torch.Tensor:
         flat, accumulate = logits.reshape(-1, logits.size(-1)), torch.promote_types(logits.dtype, torch.float32)
         first = collectives.group_rank(group) * flat.size(1)
@@ -55,8 +70,7 @@ class _CrossEntropy(torch.autograd.Function):
             largest = flat[:, :columns].amax(1, keepdim=True).to(accumulate)
         collectives.all_reduce(largest, group, "max")
         if columns:
-            for rows in _row_blocks(flat):
-                torch.sum((flat[rows, :columns] - largest[rows]).exp_(), 1, keepdim=True, out=total[rows])
+            (_compiled(_exp_sums) if compiled else _exp_sums_by_block)(flat[:, :columns], largest, total)
             picked = flat[:, :columns].gather(1, local).to(accumulate)
             if elsewhere is not None:
                 picked.masked_fill_(elsewhere, 0)
@@ -65,7 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
             collectives.all_reduce(both, group)  # sum over tp, at least fp32
             total, picked = both.unbind(0)
         ctx.save_for_backward(logits, largest, total, local, elsewhere)
-        ctx.columns, ctx.reuse_logits, ctx.overwritten = columns, reuse_logits, False
+        ctx.columns, ctx.reuse_logits, ctx.overwritten, ctx.compiled = columns, reuse_logits, False, compiled
         return (total.log() - (picked - largest)).view(targets.shape)
 
     @staticmethod
@@ -78,12 +92,53 @@ class _CrossEntropy(torch.autograd.Function):
         out = flat if ctx.reuse_logits else torch.empty_like(flat)
         scale = grads[0].reshape(-1, 1) / total
         at_target = -total if elsewhere is None else (-total).masked_fill(elsewhere, 0)
-        for rows in _row_blocks(flat) if ctx.columns else ():
-            numerators = (flat[rows, : ctx.columns] - largest[rows]).exp_()
-            numerators.scatter_add_(1, local[rows], at_target[rows])
-            torch.mul(numerators, scale[rows], out=out[rows, : ctx.columns])
+        if ctx.columns:
+            write = _compiled(_softmax_grads) if ctx.compiled else _softmax_grads_by_block
+            write(flat[:, : ctx.columns], largest, local, at_target, scale, out[:, : ctx.columns])
         out[:, ctx.columns :] = 0
-        return out.view(logits.shape), None, None, None, None
+        return out.view(logits.shape), None, None, None, None, None
+
+
+def _exp_sums(logits: torch.Tensor, largest: torch.Tensor, total: torch.Tensor) -> None:
+    """total = sum_j exp(x_ij - m_i)."""
+    total.copy_((logits - largest).exp().sum(1, keepdim=True))
+
+
+def _exp_sums_by_block(logits: torch.Tensor, largest: torch.Tensor, total: torch.Tensor) -> None:
+    for rows in _row_blocks(logits):
+        torch.sum((logits[rows] - largest[rows]).exp_(), 1, keepdim=True, out=total[rows])
+
+
+def _softmax_grads(
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    local: torch.Tensor,
+    at_target: torch.Tensor,
+    scale: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """out = scale_i (exp(x_ij - m_i) + [j = t(i)] at_target_i); out may be the logits."""
+    is_target = torch.arange(logits.size(1), device=logits.device) == local
+    out.copy_(((logits - largest).exp() + torch.where(is_target, at_target, 0.0)) * scale)
+
+
+def _softmax_grads_by_block(
+    logits: torch.Tensor,
+    largest: torch.Tensor,
+    local: torch.Tensor,
+    at_target: torch.Tensor,
+    scale: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    for rows in _row_blocks(logits):
+        numerators = (logits[rows] - largest[rows]).exp_()
+        numerators.scatter_add_(1, local[rows], at_target[rows])
+        torch.mul(numerators, scale[rows], out=out[rows])
+
+
+@functools.cache
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    return torch.compile(function)
 
 
 def _local_targets(

@@ -95,7 +95,7 @@ class ModelArchitectureConfig:
         const_flags={"--use-flash-attn": "flash"},
         help="Attention kernel; auto = flash-attn or Transformer Engine where installed on CUDA, else torch SDPA.",
     )
-    torch_compile: bool = config_field(False, help="Compile each layer with torch.compile.")
+    torch_compile: bool = config_field(False, help="Compile each layer, and the loss, with torch.compile.")
     recompute_granularity: str | None = config_field(
         None,
         choices=("selective", "full"),

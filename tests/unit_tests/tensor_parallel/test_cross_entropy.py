@@ -1,5 +1,7 @@
 """Cross entropy equals torch's and the definition, ignores padding, and keeps one copy of the logits."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,15 +29,20 @@ def test_gradcheck_in_float64(block_elements: None, vocab: int) -> None:
     assert torch.autograd.gradcheck(lambda x: vocab_parallel_cross_entropy(x, targets, vocab_size=vocab), (logits,))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
-def test_loss_and_gradient_equal_torch(block_elements: None, dtype: torch.dtype, tolerance: float, reuse: bool) -> None:
+def test_loss_and_gradient_equal_torch(
+    block_elements: None, dtype: torch.dtype, tolerance: float, reuse: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiled:  # the graph as the compiler gets it, without the minute that a C++ compiler takes
+        monkeypatch.setattr(cross_entropy, "_compiled", functools.partial(torch.compile, backend="aot_eager"))
     logits, targets = sample(dtype)
     wide = logits.detach().double()[..., :7].requires_grad_()
     expected = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(5, 2)
     weights = torch.linspace(0.0, 1.0, 10, dtype=torch.float64).view(5, 2)
     (expected * weights).sum().backward()
-    losses = vocab_parallel_cross_entropy(logits * 1, targets, vocab_size=7, reuse_logits=reuse)
+    losses = vocab_parallel_cross_entropy(logits * 1, targets, vocab_size=7, reuse_logits=reuse, compiled=compiled)
     assert losses.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     # the losses themselves are fp32-exact even from bf16 logits; only the gradient is rounded to the logits' dtype
     torch.testing.assert_close(losses.double(), expected, rtol=min(tolerance, 1e-6), atol=min(tolerance, 1e-6))

@@ -120,7 +120,12 @@ class GPTModel(torch.nn.Module):
             logits = gather_from_tensor_model_parallel_region(logits, self.groups.tp)
             return logits[..., : self.vocab_size].transpose(0, 1)
         losses = vocab_parallel_cross_entropy(
-            logits, labels.t(), vocab_size=self.vocab_size, reuse_logits=True, group=self.groups.tp
+            logits,
+            labels.t(),
+            vocab_size=self.vocab_size,
+            reuse_logits=True,
+            group=self.groups.tp,
+            compiled=self.config.torch_compile,
         )
         return losses.t()
 
