@@ -125,7 +125,7 @@ def test_state_of_another_optimizer_is_refused_by_name():
         if kept[0] == kept[1]:
             optimizer.load_state_dict(states[saved])
             continue
-        with pytest.raises(CheckpointError, match="another (optimizer|states)"):
+        with pytest.raises(CheckpointError, match=r"another (optimizer|states)"):
             optimizer.load_state_dict(states[saved])
         with pytest.raises(CheckpointError, match=r"that of --optimizer .*this run has --optimizer .*--no-load-optim"):
             optimizer.load_common_state_dict(states[saved]["common"])
