@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config import load_run_config
 from megatron.training.initialize import create_groups, initialize_distributed, read_launch_environment, shut_down
-from scripts.bench.common import Report, Seconds, add_common_arguments, interleave, nothing, speed_ratio
+from scripts.bench.common import Report, add_common_arguments, interleave, nothing, pin_rank, slowest_rank, speed_ratio
 from scripts.bench.job_flags import ProductRun, run_flags
 from scripts.bench.plain_gpt import TINY, Job, PlainGPT, adamw, load_weights
 
@@ -135,15 +135,6 @@ def turn_of(run: Run, steps: int) -> Callable[[], None]:
     return turn
 
 
-def slowest_rank(seconds: Seconds) -> Seconds:
-    """Per turn, the time of the slowest rank."""
-    if not dist.is_initialized():
-        return seconds
-    values = torch.tensor(list(seconds.values()), dtype=torch.float64)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return dict(zip(seconds, values.tolist(), strict=True))
-
-
 @contextlib.contextmanager
 def timed_calls(owner: Any, name: str, into: list[float]) -> Iterator[None]:
     """Append the seconds of each call of `owner.name`."""
@@ -227,9 +218,8 @@ def start(options: argparse.Namespace) -> ProcessGroupCollection:
     launch = read_launch_environment(os.environ)
     threads = options.threads or (1 if launch.world_size > 1 else min(2, os.cpu_count() or 1))
     torch.set_num_threads(threads)
-    if launch.world_size > 1 and hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[launch.local_rank % len(cores)]})
+    if launch.world_size > 1:
+        pin_rank(launch.local_rank)
     flags = run_flags(TINY, micro_batch=1, global_batch=launch.world_size, iterations=1)
     config = load_run_config([*flags, "--distributed-backend", "gloo"]).config
     initialize_distributed(config.launch, launch)

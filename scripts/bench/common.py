@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 Seconds = dict[str, list[float]]
@@ -56,6 +57,15 @@ def interleave(
     return seconds
 
 
+def slowest_rank(seconds: Seconds) -> Seconds:
+    """Per turn, the time of the slowest rank."""
+    if not dist.is_initialized():
+        return seconds
+    values = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return dict(zip(seconds, values.tolist(), strict=True))
+
+
 def speed_ratio(seconds: Seconds, name: str, reference: str) -> dict[str, Any]:
     """How many times as fast as the reference: median, range, number of pairs."""
     ratios = [theirs / own for own, theirs in zip(seconds[name], seconds[reference], strict=True)]
@@ -66,6 +76,25 @@ def speed_ratio(seconds: Seconds, name: str, reference: str) -> dict[str, Any]:
         "range": [min(ratios), max(ratios)],
         "pairs": len(ratios),
     }
+
+
+def time_ratio(seconds: Seconds, name: str, reference: str) -> dict[str, Any]:
+    """How many times the reference's time the contestant takes: median, range, number of pairs."""
+    ratios = [own / theirs for own, theirs in zip(seconds[name], seconds[reference], strict=True)]
+    return {
+        "contestant": name,
+        "reference": reference,
+        "time_ratio": statistics.median(ratios),
+        "range": [min(ratios), max(ratios)],
+        "pairs": len(ratios),
+    }
+
+
+def pin_rank(local_rank: int) -> None:
+    """Give this process one core of its own, where the machine has enough of them."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
 
 
 def versions() -> dict[str, Any]:
@@ -111,6 +140,15 @@ class Report:
         low, high = values["range"]
         self.say(
             f"{title}: {values['contestant']} / {values['reference']} speed ratio {values['speed_ratio']:.3f} "
+            f"(range {low:.3f}-{high:.3f}, {values['pairs']} pairs){'; target ' + target if target else ''}"
+        )
+
+    def time_ratio(self, title: str, values: Mapping[str, Any], target: str = "", **more: Any) -> None:
+        """The same for `values` as `time_ratio` gives them."""
+        self.results.append({"title": title, **values, **more, "target": target})
+        low, high = values["range"]
+        self.say(
+            f"{title}: {values['contestant']} / {values['reference']} time ratio {values['time_ratio']:.3f} "
             f"(range {low:.3f}-{high:.3f}, {values['pairs']} pairs){'; target ' + target if target else ''}"
         )
 

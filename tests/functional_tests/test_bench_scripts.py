@@ -66,6 +66,18 @@ def test_model_benchmark() -> None:
     assert_complete(output, 2)
 
 
+def test_optimizer_step_benchmark_counts_the_bytes_of_a_step(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "results.json"
+    output = run(BENCH / "bench_optimizer_step.py", "--tiny", "--dtype", "fp32", "bf16", "fp16", "--pairs", 2, "--json", file)
+    assert_complete(output, 2)
+    # main params and two moments read and written: 24; fp32 gradients read: 4; 16-bit: parameters written: 2
+    assert re.findall(r"GB/s of (\d+) bytes/element", output) == ["28", "30", "28"]
+    results = [result for result in json.loads(file.read_text(encoding="utf-8"))["results"] if "time_ratio" in result]
+    assert {(result["title"], result["reference"]) for result in results} == {
+        (dtype, limit) for dtype in ("fp32", "bf16", "fp16") for limit in ("fused Adam, flat", "touch once")
+    }
+
+
 def test_start_benchmark_names_what_only_the_product_imports() -> None:
     output = run(BENCH / "bench_start.py", "--tiny", "--pairs", 1)
     assert_complete(output, 1)
