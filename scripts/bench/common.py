@@ -152,6 +152,11 @@ class Report:
             f"(range {low:.3f}-{high:.3f}, {values['pairs']} pairs){'; target ' + target if target else ''}"
         )
 
+    def fact(self, title: str, value: str, **more: Any) -> None:
+        """One line that is no ratio."""
+        self.results.append({"title": title, "value": value, **more})
+        self.say(f"{title}: {value}")
+
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A Markdown table."""
         self.results.append({"title": title, "header": list(header), "rows": [list(row) for row in rows]})

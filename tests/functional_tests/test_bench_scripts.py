@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from scripts.bench.common import interleave, speed_ratio
+from scripts.bench.engine_teams import TINY, Setup, check_close, heats
 from scripts.bench.gpu_parity import Case, computed, deviation, tolerance, truth
 from tests.harness.t0 import REPOSITORY, pretrain_environment
 
@@ -142,3 +143,53 @@ def test_interleaving_rotates_and_pairs_by_turn() -> None:
     assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3, "c": 3}
     ratio = speed_ratio({"own": [1.0, 2.0, 4.0], "theirs": [2.0, 2.0, 2.0]}, "own", "theirs")
     assert (ratio["speed_ratio"], ratio["range"], ratio["pairs"]) == (1.0, [0.5, 2.0], 3)
+
+
+ENGINES = ["local", "product-overlap", "product", "ddp", "zero-redundancy", "fsdp2"]
+
+
+def test_engine_benchmark_compares_the_product_with_each_peer_and_counts_its_state(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "results.json"
+    flags = [
+        "--tiny",
+        "--batch",
+        "gb8",
+        "--pairs",
+        2,
+        "--bucket-size",
+        4096,
+        "--environment",
+        tmp_path / "none",
+        "--json",
+        file,
+    ]
+    output = run(BENCH / "bench_dist_optimizer.py", *flags, "--engines", *ENGINES, "megatron-core")
+    assert_complete(output, 2)
+    results = json.loads(file.read_text(encoding="utf-8"))["results"]
+    assert {result["reference"] for result in results if "time_ratio" in result} == set(ENGINES) - {"product-overlap"}
+    assert "megatron-core DistributedOptimizer: not measured, or broke off: no environment" in output
+    state = {result["engine"]: result["ranks"] for result in results if "engine" in result and "ranks" in result}
+    assert set(state) == set(ENGINES)
+    assert all(rank["peak_rss"] > rank["import_rss"] > 0 for ranks in state.values() for rank in ranks)
+    table = next(result for result in results if "padding, bytes" in result.get("header", ()))
+    assert [row[5] for row in table["rows"] if row[0].startswith("product")] == ["12.000, equal"] * 2
+
+
+def test_engines_that_do_not_train_alike_are_found_out() -> None:
+    check_close("first loss", {"a": 4.0, "b": 4.00001, "c": 4.0}, 1e-5)
+    for value in (4.1, float("nan")):
+        with pytest.raises(SystemExit, match="b: first loss"):
+            check_close("first loss", {"a": 4.0, "b": value, "c": 4.0}, 1e-5)
+
+
+def test_engines_run_in_several_heats_where_memory_is_short() -> None:
+    setup = Setup(TINY, "fp32", 8, 4, 4096)
+    keys = ["local", "product-overlap", "product", "ddp", "fsdp2", "deepspeed-1"]
+    assert heats(keys, ("product-overlap", "ddp"), setup, 2, 99) == [
+        ["product-overlap", "ddp", "local", "product", "fsdp2", "deepspeed-1"]
+    ]
+    assert heats(keys, ("product-overlap", "ddp"), setup, 2, 4) == [
+        ["product-overlap", "ddp", "local", "fsdp2"],
+        ["product-overlap", "ddp", "product", "deepspeed-1"],
+    ]
+    assert [len(heat) for heat in heats(keys, ("product-overlap", "ddp"), setup, 2, 1)] == [3, 3, 3, 3]
