@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent))  # engine_worker.py imports its neighbours by their bare names
@@ -171,7 +171,7 @@ def heats(keys: Sequence[str], always: Sequence[str], setup: Setup, ranks: int, 
     others = [key for key in keys if key not in common]
     room = max(1, limit - len(common))
     number = max(1, -(-len(others) // room))
-    return [common + others[index::number] for index in range(number)]
+    return [sorted(common + others[index::number], key=list(KINDS).index) for index in range(number)]
 
 
 def parameters(job: Job) -> int:
@@ -196,10 +196,14 @@ def free_port() -> int:
 
 @dataclasses.dataclass
 class Turn:
-    """One turn of one engine: seconds per step of the slowest rank, and phases (means over steps and ranks)."""
+    """One turn of one engine: seconds per step of the slowest rank, phases (means over steps and ranks), bytes sent.
+
+    sent: per step by the rank that sent most; counted around the turn, so its share of start and end is in it.
+    """
 
     seconds: float
     phases: dict[str, float]
+    sent: float
 
 
 class Contest:
@@ -227,15 +231,18 @@ class Contest:
             check_close("fall of the loss", {key: losses[key][0] - losses[key][-1] for key in members}, 100 * allowed)
         return losses
 
-    def run(self, turns: int, steps: int) -> None:
-        """`turns` turns in rotated order. `check_losses` has warmed up before."""
+    def run(self, turns: int, steps: int, sent: Callable[[], list[int]] | None = None) -> None:
+        """`turns` turns in rotated order. `check_losses` has warmed up before. sent: bytes that each rank has sent so far."""
         for turn in range(turns):
             keys = list(self.teams)
-            start = turn % len(keys)
+            start = turn % len(keys) if keys else 0
             for key in keys[start:] + keys[:start]:
+                before = sent() if sent is not None else [0]
                 answers = self._ask(key, do="turn", steps=steps)
+                after = sent() if sent is not None else [0]
                 if answers is not None:
-                    self.turns[key].append(_turn(answers))
+                    most = max(end - begin for begin, end in zip(before, after, strict=True))
+                    self.turns[key].append(_turn(answers, most / (steps + 1)))
 
     def reports(self) -> dict[str, list[dict[str, Any]]]:
         """Memory and model state of each engine's ranks."""
@@ -268,9 +275,9 @@ def check_close(what: str, values: Mapping[str, float], allowed: float) -> None:
             raise SystemExit(f"{key}: {what} {value:.6g} is not the others' {middle:.6g}: the engines don't train the same")
 
 
-def _turn(answers: Sequence[dict[str, Any]]) -> Turn:
+def _turn(answers: Sequence[dict[str, Any]], sent: float) -> Turn:
     phases = {phase: statistics.fmean(answer["phases"][phase] for answer in answers) for phase in PHASES}
-    return Turn(max(statistics.fmean(answer["seconds"]) for answer in answers), phases)
+    return Turn(max(statistics.fmean(answer["seconds"]) for answer in answers), phases, sent)
 
 
 @contextlib.contextmanager

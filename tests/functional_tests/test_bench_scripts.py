@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ import torch
 from scripts.bench.common import interleave, speed_ratio
 from scripts.bench.engine_teams import TINY, Setup, check_close, heats
 from scripts.bench.gpu_parity import Case, computed, deviation, tolerance, truth
+from scripts.bench.slow_link import NAMESPACES, PREFIX, LinkError, SlowLink, left_behind
 from tests.harness.t0 import REPOSITORY, pretrain_environment
 
 BENCH = REPOSITORY / "scripts" / "bench"
@@ -184,12 +187,77 @@ def test_engines_that_do_not_train_alike_are_found_out() -> None:
 
 def test_engines_run_in_several_heats_where_memory_is_short() -> None:
     setup = Setup(TINY, "fp32", 8, 4, 4096)
-    keys = ["local", "product-overlap", "product", "ddp", "fsdp2", "deepspeed-1"]
-    assert heats(keys, ("product-overlap", "ddp"), setup, 2, 99) == [
-        ["product-overlap", "ddp", "local", "product", "fsdp2", "deepspeed-1"]
+    keys, always = ["local", "product", "product-overlap", "ddp", "fsdp2", "deepspeed-1"], ("product-overlap", "ddp")
+    assert heats(keys, always, setup, 2, 99) == [keys]
+    assert heats(keys, always, setup, 2, 4) == [
+        ["local", "product-overlap", "ddp", "fsdp2"],
+        ["product", "product-overlap", "ddp", "deepspeed-1"],
     ]
-    assert heats(keys, ("product-overlap", "ddp"), setup, 2, 4) == [
-        ["product-overlap", "ddp", "local", "fsdp2"],
-        ["product-overlap", "ddp", "product", "deepspeed-1"],
-    ]
-    assert [len(heat) for heat in heats(keys, ("product-overlap", "ddp"), setup, 2, 1)] == [3, 3, 3, 3]
+    assert [len(heat) for heat in heats(keys, always, setup, 2, 1)] == [3, 3, 3, 3]
+
+
+@pytest.fixture
+def slow_link_is_possible() -> None:
+    try:
+        with SlowLink("1gbit"):
+            pass
+    except LinkError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("slow_link_is_possible")
+def test_slow_link_benchmark_counts_what_crosses_the_link_and_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "results.json"
+    flags = ["--tiny", "--pairs", 2, "--bucket-size", 4096, "--json", file]
+    output = run(
+        BENCH / "bench_slow_link.py", *flags, "--engines", "local", "product", "product-reduce", "product-overlap", "ddp"
+    )
+    assert_complete(output, 2)
+    assert "one flag more: product-reduce / product time ratio" in output
+    results = json.loads(file.read_text(encoding="utf-8"))["results"]
+    assert {"ideal", "ddp"} <= {result["reference"] for result in results if result.get("contestant") == "product-overlap"}
+    table = next(result for result in results if "of predicted" in result.get("header", ()))
+    sent = {row[0]: row[-1] for row in table["rows"]}
+    assert sent.pop("compute alone") == ""
+    # gradients and parameters, headers, and per step a few small messages (norm, barrier): 115 kB are needed here
+    assert all(1.0 <= float(ratio) < 1.2 for ratio in sent.values()), sent
+    assert left_behind() == ()
+
+
+@pytest.mark.usefixtures("slow_link_is_possible")
+def test_slow_link_is_removed_when_the_benchmark_is_told_to_stop() -> None:
+    command = [sys.executable, str(BENCH / "bench_slow_link.py"), "--tiny", "--engines", "local", "ddp"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=pretrain_environment()
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("versions:")  # the link is there
+        assert (NAMESPACES / f"{PREFIX}{process.pid}-1").exists()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert not list(NAMESPACES.glob(f"{PREFIX}{process.pid}-*"))
+
+
+@pytest.mark.usefixtures("slow_link_is_possible")
+def test_half_built_slow_link_is_removed_and_what_a_dead_process_left_is_cleaned(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "tc").write_text("#!/bin/sh\necho no such qdisc >&2\nexit 1\n")
+    (tmp_path / "tc").chmod(0o755)
+    environment = pretrain_environment({"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    command = [sys.executable, str(BENCH / "bench_slow_link.py"), "--tiny"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "no such qdisc" in done.stderr
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    subprocess.run(["ip", "netns", "add", f"{PREFIX}{gone.pid}-0"], check=True)
+    assert run(BENCH / "bench_slow_link.py", "--clean").strip() == f"removed: {PREFIX}{gone.pid}-0"
+    assert run(BENCH / "bench_slow_link.py", "--clean").strip() == "removed: nothing"
+
+
+def test_slow_link_benchmark_says_what_it_lacks(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, str(BENCH / "bench_slow_link.py"), "--tiny"]
+    environment = pretrain_environment({"PATH": str(tmp_path)})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "run this script as root" in done.stderr or "apt-get install iproute2" in done.stderr
