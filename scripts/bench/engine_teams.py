@@ -64,10 +64,10 @@ class Team:
     """The processes of one engine."""
 
     def __init__(self, key: str, setup: Setup, placement: Placement, environment: pathlib.Path, logs: pathlib.Path) -> None:
-        self.key, self.kind, self.ranks = key, KINDS[key], len(placement.prefixes)
+        self.kind, self.ranks = KINDS[key], len(placement.prefixes)
         self.idle_loads: list[float] = []
         self.processes: list[subprocess.Popen[str]] = []
-        self.logs = [logs / f"{key}-{rank}.log" for rank in range(self.ranks)]
+        self.logs = [logs / f"rank{rank}.log" for rank in range(self.ranks)]
         python = sys.executable
         if self.kind.package is not None:
             reason = reason_against(environment, self.kind.package)
@@ -164,14 +164,26 @@ def heats(keys: Sequence[str], always: Sequence[str], setup: Setup, ranks: int, 
     limit: engines that are alive together; None = as many as 85 % of the memory available now holds.
     """
     if limit is None:
-        # Waiting: at most 20 bytes of state and buffers per parameter, and what a process with torch keeps for itself.
-        waiting = ranks * (20 * parameters(setup.job) + 150 * MIB)
-        limit = int(0.85 * available_memory() / waiting)
+        limit = int(0.85 * available_memory() / waiting_bytes(setup, ranks))
     common = [key for key in always if key in keys]
     others = [key for key in keys if key not in common]
     room = max(1, limit - len(common))
     number = max(1, -(-len(others) // room))
     return [sorted(common + others[index::number], key=list(KINDS).index) for index in range(number)]
+
+
+def waiting_bytes(setup: Setup, ranks: int) -> int:
+    """What a team holds while it waits, at most: state and buffers, and what a process with torch keeps for itself."""
+    return ranks * (20 * parameters(setup.job) + 150 * MIB)
+
+
+def check_memory(needed: int) -> None:
+    """Ends the benchmark before the kernel ends one of its processes."""
+    available = available_memory()
+    if needed > available:
+        raise SystemExit(
+            f"this needs about {needed / 2**30:.0f} GiB of memory, {available / 2**30:.0f} are available; ask for less at once"
+        )
 
 
 def parameters(job: Job) -> int:
@@ -280,25 +292,43 @@ def _turn(answers: Sequence[dict[str, Any]], sent: float) -> Turn:
     return Turn(max(statistics.fmean(answer["seconds"]) for answer in answers), phases, sent)
 
 
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A contestant: engine, job and batch, ranks."""
+
+    key: str
+    setup: Setup
+    placement: Placement
+
+
 @contextlib.contextmanager
-def contest(keys: Sequence[str], setup: Setup, placement: Placement, environment: pathlib.Path) -> Iterator[Contest]:
-    """Start a team per engine; afterwards they are gone, whatever happened. What can't start is in `failures`."""
+def teams_of(entries: Mapping[str, Entry], environment: pathlib.Path) -> Iterator[tuple[dict[str, Team], dict[str, str]]]:
+    """Start a team per entry; afterwards they are gone, whatever happened. Gives the teams, and why others could not start."""
     teams: dict[str, Team] = {}
     failures: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="bench-teams-") as logs:
+    with tempfile.TemporaryDirectory(prefix="bench-teams-") as folder:
         try:
-            for key in keys:
+            for index, (name, entry) in enumerate(entries.items()):
+                logs = pathlib.Path(folder, str(index))
+                logs.mkdir()
                 try:
-                    teams[key] = Team(key, setup, placement, environment, pathlib.Path(logs))
+                    teams[name] = Team(entry.key, entry.setup, entry.placement, environment, logs)
                 except TeamFailed as failed:
-                    failures[key] = str(failed)
-            for key in list(teams):
+                    failures[name] = str(failed)
+            for name in list(teams):
                 try:
-                    teams[key].wait_until_ready()
+                    teams[name].wait_until_ready()
                 except TeamFailed as failed:
-                    failures[key] = str(failed)
-                    teams.pop(key).end()
-            yield Contest(setup, teams, failures)
+                    failures[name] = str(failed)
+                    teams.pop(name).end()
+            yield teams, failures
         finally:
             for team in teams.values():
                 team.end()
+
+
+@contextlib.contextmanager
+def contest(keys: Sequence[str], setup: Setup, placement: Placement, environment: pathlib.Path) -> Iterator[Contest]:
+    """Engines on one job. What can't start is in `failures`."""
+    with teams_of({key: Entry(key, setup, placement) for key in keys}, environment) as (teams, failures):
+        yield Contest(setup, teams, failures)

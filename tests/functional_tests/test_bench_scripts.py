@@ -12,7 +12,8 @@ import sys
 import pytest
 import torch
 
-from scripts.bench.common import interleave, speed_ratio
+from scripts.bench.bench_growth import report_growth
+from scripts.bench.common import Report, interleave, speed_ratio
 from scripts.bench.engine_teams import TINY, Setup, check_close, heats
 from scripts.bench.gpu_parity import Case, computed, deviation, tolerance, truth
 from scripts.bench.slow_link import NAMESPACES, PREFIX, LinkError, SlowLink, left_behind
@@ -194,6 +195,18 @@ def test_engines_run_in_several_heats_where_memory_is_short() -> None:
         ["product", "product-overlap", "ddp", "deepspeed-1"],
     ]
     assert [len(heat) for heat in heats(keys, always, setup, 2, 1)] == [3, 3, 3, 3]
+
+
+def test_growth_benchmark() -> None:
+    output = run(BENCH / "bench_growth.py", "--tiny", "--pairs", 2, "--parts", "ranks", "--bucket-size", 4096)
+    assert_complete(output, 2)
+    assert "2 ranks / 1 rank time ratio" in output
+
+
+def test_growth_is_measured_against_the_line_through_the_smallest_and_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = {"4 layers": [1.0, 1.0], "2 ranks": [2.2, 2.2], "16 layers": [4.0, 4.0]}
+    report_growth(Report(), "fp32", seconds, ["layers"])
+    assert "8 layers / line through 4 and 16 time ratio 1.100 (range 1.100-1.100, 2 pairs)" in capsys.readouterr().out
 
 
 @pytest.fixture
