@@ -4,10 +4,12 @@
 
 The distributed optimizer with all overlap (engine, turns and model of bench_dist_optimizer.py; ranks of one thread, pinned):
 
-    layers          4, 8, 16 on two ranks, job R's sizes: the step of 8 against the line through those of 4 and 16
-    ranks           1 -> 2, a micro batch of 4 per rank: the second rank's communication. `compute alone` on one and two ranks shows what the
-              cores take from each other without any
-    shared-cores    2 -> 4 ranks: the same global batch on four ranks that share the cores of two: tokens/s kept, and what DDP keeps
+    layers          4, 8, 16 on two ranks: the step of 8 against the line through those of 4 and 16
+    ranks           1 -> 2, a micro batch of 4 per rank: what the second rank's communication costs; `compute alone` on one and
+                    two ranks shows what the cores take from each other without any
+    shared-cores    2 -> 4 ranks that share the cores of two, same global batch: tokens/s kept, and what DDP keeps
+
+Each comparison is an interleaved run of its own.
 """
 
 import argparse
@@ -30,20 +32,18 @@ MICRO_BATCH = 4
 PARTS = ("layers", "ranks", "shared-cores")
 
 
-def entries(options: argparse.Namespace, dtype: str) -> dict[str, Entry]:
-    """All contestants."""
+def entries(options: argparse.Namespace, dtype: str, part: str) -> dict[str, Entry]:
+    """The contestants of a comparison."""
 
     def entry(key: str, layers: int, ranks: int, global_batch: int) -> Entry:
         job = dataclasses.replace(job_of(options.tiny, layers), layers=layers)
         setup = Setup(job, dtype, global_batch, global_batch // ranks, options.bucket_size)
         return Entry(key, setup, Placement.here(ranks))
 
-    middle, whole = LAYERS[1], 2 * MICRO_BATCH
-    parts: dict[str, dict[str, Entry]] = {
-        "layers": {
-            f"{LAYERS[0]} layers": entry(OWN, LAYERS[0], 2, whole),
-            f"{LAYERS[2]} layers": entry(OWN, LAYERS[2], 2, whole),
-        },
+    few, middle, many = LAYERS
+    whole = 2 * MICRO_BATCH
+    more = {
+        "layers": {f"{few} layers": entry(OWN, few, 2, whole), f"{many} layers": entry(OWN, many, 2, whole)},
         "ranks": {
             "1 rank": entry(OWN, middle, 1, MICRO_BATCH),
             "compute alone, 1 rank": entry("local", middle, 1, MICRO_BATCH),
@@ -55,10 +55,7 @@ def entries(options: argparse.Namespace, dtype: str) -> dict[str, Entry]:
             "DDP, 4 ranks": entry("ddp", middle, 4, whole),
         },
     }
-    chosen = {"2 ranks": entry(OWN, middle, 2, whole)}
-    for part in options.parts:
-        chosen |= parts[part]
-    return chosen
+    return {"2 ranks": entry(OWN, middle, 2, whole), **more[part]}
 
 
 def on_the_line(seconds: Seconds) -> list[float]:
@@ -69,14 +66,13 @@ def on_the_line(seconds: Seconds) -> list[float]:
     return [low + share * (high - low) for low, high in pairs]
 
 
-def measure(report: Report, options: argparse.Namespace, dtype: str) -> None:
-    """One dtype."""
-    chosen = entries(options, dtype)
+def measure(report: Report, options: argparse.Namespace, dtype: str, part: str) -> None:
+    """One comparison."""
+    chosen = entries(options, dtype, part)
     check_memory(sum(waiting_bytes(entry.setup, len(entry.placement.prefixes)) for entry in chosen.values()))
-    with teams_of(chosen, options.environment) as (teams, failures):
+    with teams_of(chosen, DEFAULT) as (teams, failures):
         running = Contest(next(iter(chosen.values())).setup, teams, failures)
-        for name in list(teams):
-            teams[name].ask(do="losses", steps=1)  # warms up
+        running.warm_up()
         running.run(options.pairs, options.steps)
         seconds = running.seconds()
     if failures:
@@ -96,19 +92,19 @@ def measure(report: Report, options: argparse.Namespace, dtype: str) -> None:
                 f"{tokens / median:.0f}",
             ]
         )
-    report.table(dtype, ("contestant", "ranks", "layers", "s/step", "range", "tokens/s"), rows)
-    report_growth(report, dtype, seconds, options.parts)
+    report.table(f"{dtype} {part}", ("contestant", "ranks", "layers", "s/step", "range", "tokens/s"), rows)
+    report_growth(report, dtype, seconds, part)
 
 
-def report_growth(report: Report, dtype: str, seconds: Seconds, parts: Sequence[str]) -> None:
-    """The targets."""
-    if "layers" in parts:
+def report_growth(report: Report, dtype: str, seconds: Seconds, part: str) -> None:
+    """The targets of a comparison."""
+    if part == "layers":
         growth = {"8 layers": seconds["2 ranks"], "line through 4 and 16": on_the_line(seconds)}
         report.time_ratio(f"{dtype} layers", time_ratio(growth, "8 layers", "line through 4 and 16"), "0.95-1.05 (target 8)")
-    if "ranks" in parts:
+    elif part == "ranks":
         report.time_ratio(f"{dtype} ranks", time_ratio(seconds, "2 ranks", "1 rank"), "<= 1.08 (target 8)")
         report.time_ratio(f"{dtype} ranks", time_ratio(seconds, "compute alone, 2 ranks", "compute alone, 1 rank"))
-    if "shared-cores" in parts:
+    else:
         title = f"{dtype} tokens/s on {os.cpu_count()} cores"
         report.ratio(title, speed_ratio(seconds, "4 ranks", "2 ranks"), ">= 0.97 (target 8)")
         report.ratio(title, speed_ratio(seconds, "DDP, 4 ranks", "DDP, 2 ranks"))
@@ -128,10 +124,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
     add_common_arguments(parser, pairs=6)
     options = parser.parse_args(argv)
-    options.environment = DEFAULT  # no peer of that environment takes part
     report = Report(options.json)
     for dtype in options.dtype:
-        measure(report, options, dtype)
+        for part in options.parts:
+            measure(report, options, dtype, part)
     report.close()
 
 

@@ -243,8 +243,13 @@ class Contest:
             check_close("fall of the loss", {key: losses[key][0] - losses[key][-1] for key in members}, 100 * allowed)
         return losses
 
+    def warm_up(self) -> None:
+        """A step of each."""
+        for key in list(self.teams):
+            self._ask(key, do="losses", steps=1)
+
     def run(self, turns: int, steps: int, sent: Callable[[], list[int]] | None = None) -> None:
-        """`turns` turns in rotated order. `check_losses` has warmed up before. sent: bytes that each rank has sent so far."""
+        """`turns` turns in rotated order. `check_losses` or `warm_up` came before. sent: bytes that each rank has sent so far."""
         for turn in range(turns):
             keys = list(self.teams)
             start = turn % len(keys) if keys else 0
