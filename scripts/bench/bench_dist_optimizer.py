@@ -9,7 +9,7 @@ size. A turn is one step that is not counted and `--steps` counted ones without 
 the end of one optimizer's step to the end of the next one's, so a gather that hides under the next forward is counted where it
 does not hide. Ratios are medians over turns of the product's time / the peer's.
 
-Where memory does not hold all engines they run in several heats, each with the product, DDP and ZeroRedundancyOptimizer.
+Where memory does not hold all engines they run in several heats, each with the product and DDP.
 `compute alone` sends nothing: what is above it is communication that an engine could not hide, and its own work.
 bf16: product, DeepSpeed and megatron-core have bf16 weights and fp32 main params and sums, FSDP2 and DDP fp32 weights that are
 cast in forward (autocast).
@@ -31,7 +31,7 @@ from scripts.bench.peer_environment import PEERS, add_environment_argument
 LOSS_STEPS = 3
 ALLOWED = {"fp32": 1e-5, "bf16": 1e-3}  # of the first loss
 OWN = "product-overlap"
-ALWAYS = ("local", "product-overlap", "ddp", "zero-redundancy")  # in each heat
+ALWAYS = ("local", "product-overlap", "ddp")  # in each heat
 # Target 2: shared memory, per batch: peer -> largest time ratio of the product.
 TARGETS = {
     "gb8": {

@@ -13,7 +13,9 @@ import json
 import math
 import os
 import pathlib
+import re
 import selectors
+import signal
 import socket
 import statistics
 import subprocess
@@ -151,20 +153,27 @@ class Team:
         return [answers[rank] for rank in range(self.ranks)]
 
     def _reason(self, rank: int) -> str:
-        """The last line that a rank left."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.processes[rank].wait(10)
-        lines = [line for line in self.logs[rank].read_text(errors="replace").splitlines() if line.strip()]
-        return f"rank {rank} ended: {lines[-1].strip() if lines else 'without a message'}"
+        """Why a rank ended: a signal to any of the team first, since the others then lose their connection; else its last error."""
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+        for index, process in enumerate(self.processes):
+            if process.returncode is not None and process.returncode < 0:
+                number = -process.returncode
+                return f"rank {index} was ended by signal {number}{' (out of memory?)' if number == signal.SIGKILL else ''}"
+        lines = [line.strip() for line in self.logs[rank].read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)]
+        return f"rank {rank} ended: {(errors or lines or ['without a message'])[-1]}"
 
 
 def heats(keys: Sequence[str], always: Sequence[str], setup: Setup, ranks: int, limit: int | None = None) -> list[list[str]]:
     """The engines in as many groups as memory asks for; those of `always` take part in each.
 
-    limit: engines that are alive together; None = as many as 85 % of the memory available now holds.
+    limit: engines that are alive together; None = as many as wait in 70 % of the memory available now, the rest being for the one
+        that works.
     """
     if limit is None:
-        limit = int(0.85 * available_memory() / waiting_bytes(setup, ranks))
+        limit = int(0.7 * available_memory() / waiting_bytes(setup, ranks))
     common = [key for key in always if key in keys]
     others = [key for key in keys if key not in common]
     room = max(1, limit - len(common))
@@ -180,7 +189,7 @@ def waiting_bytes(setup: Setup, ranks: int) -> int:
 def check_memory(needed: int) -> None:
     """Ends the benchmark before the kernel ends one of its processes."""
     available = available_memory()
-    if needed > available:
+    if needed > 0.8 * available:
         raise SystemExit(
             f"this needs about {needed / 2**30:.0f} GiB of memory, {available / 2**30:.0f} are available; ask for less at once"
         )
