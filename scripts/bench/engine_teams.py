@@ -178,7 +178,9 @@ def heats(keys: Sequence[str], always: Sequence[str], setup: Setup, ranks: int, 
     others = [key for key in keys if key not in common]
     room = max(1, limit - len(common))
     number = max(1, -(-len(others) // room))
-    return [sorted(common + others[index::number], key=list(KINDS).index) for index in range(number)]
+    size = max(1, -(-len(others) // number))
+    parts = [others[index * size : (index + 1) * size] for index in range(number)]
+    return [sorted(common + part, key=list(KINDS).index) for part in parts if part or number == 1]
 
 
 def waiting_bytes(setup: Setup, ranks: int) -> int:
