@@ -149,7 +149,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
     parser.add_argument("--batch", nargs="+", choices=("gb8", "gb2"), default=["gb8", "gb2"])
-    parser.add_argument("--ranks", type=int, default=2, help="processes per engine, 2 or 4 (default 2)")
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="processes per engine (default 2)")
     default = [key for key in KINDS if key not in ("product-reduce", "product-gather")]
     parser.add_argument("--engines", nargs="+", choices=tuple(KINDS), default=default, help=f"default: {' '.join(default)}")
     parser.add_argument("--steps", type=int, help="counted steps per turn (default 1 for gb8, 3 for gb2)")
