@@ -6,6 +6,7 @@ import torch
 
 from megatron.core.config_field import config_field, field_violations
 from megatron.core.errors import ConfigError
+from megatron.core.pipeline_parallel.schedule_plan import SCHEDULES, SPLIT_BACKWARD
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -19,7 +20,32 @@ class ModelParallelConfig:
     )
     pipeline_model_parallel_size: int = config_field(1, minimum=1, help="Pipeline stages.")
     virtual_pipeline_model_parallel_size: int | None = config_field(
-        None, minimum=1, help="Model chunks per pipeline stage (interleaved schedule)."
+        None,
+        minimum=1,
+        aliases=("num_virtual_stages_per_pipeline_rank",),
+        help="Model chunks per pipeline stage (interleaved schedule; 2 with zb_v).",
+    )
+    pipeline_schedule: str = config_field(
+        "1f1b",
+        choices=SCHEDULES,
+        help="Order of forwards and backwards: 1f1b (interleaved where stages have several model chunks), or with the backward split "
+        "so that the weights' gradients fill the bubbles: zb_h1 (memory of 1f1b), zb_v (two chunks per stage, placed like a V).",
+    )
+    decoder_first_pipeline_num_layers: int | None = config_field(
+        None, minimum=0, help="Layers of the first part of the pipeline; the others share the rest evenly."
+    )
+    decoder_last_pipeline_num_layers: int | None = config_field(
+        None, minimum=0, help="Layers of the last part of the pipeline; the others share the rest evenly."
+    )
+    account_for_embedding_in_pipeline_split: bool = config_field(
+        False, help="The embedding weighs as much as a layer when layers are split over the pipeline."
+    )
+    account_for_loss_in_pipeline_split: bool = config_field(
+        False, help="Head and loss weigh as much as a layer when layers are split over the pipeline."
+    )
+    pipeline_model_parallel_layout: str | None = config_field(
+        None,
+        help="Where everything is: E embedding, t layer, L head and loss, | ends a part, *n repeats; such as E|t*3|t*3|L for 4 stages.",
     )
     context_parallel_size: int = config_field(1, minimum=1, help="Ranks that share each sequence (context parallelism).")
     expert_model_parallel_size: int = config_field(
@@ -49,3 +75,13 @@ class ModelParallelConfig:
     def params_dtype(self) -> torch.dtype:
         """dtype of parameters and of the computation."""
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
+
+    @property
+    def pipeline_chunks(self) -> int:
+        """Model chunks per pipeline stage."""
+        return self.virtual_pipeline_model_parallel_size or (2 if self.pipeline_schedule == "zb_v" else 1)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule forms the gradients of weights apart from those of activations."""
+        return self.pipeline_schedule in SPLIT_BACKWARD

@@ -76,12 +76,19 @@ class NumMicroBatches:
             step += 1
         return step + (samples - consumed) // self.final_global_batch_size
 
-    def _check_divisible(self) -> None:
-        unit = self.micro_batch_size * self.data_parallel_size
+    def all_num_microbatches(self) -> list[int]:
+        """Every number of microbatches that a step of the run can have, ascending."""
+        return [size // (self.micro_batch_size * self.data_parallel_size) for size in self._sizes()]
+
+    def _sizes(self) -> list[int]:
         sizes = {self.final_global_batch_size}
         if self.rampup is not None:
             sizes |= set(range(self.rampup[0], self.final_global_batch_size, self.rampup[1]))
-        for size in sorted(sizes):
+        return sorted(sizes)
+
+    def _check_divisible(self) -> None:
+        unit = self.micro_batch_size * self.data_parallel_size
+        for size in self._sizes():
             if size < unit or size % unit:
                 where = "global_batch_size" if size == self.final_global_batch_size else "rampup_batch_size: a step of"
                 raise ConfigError(

@@ -166,6 +166,19 @@ def create_process_groups(
     return ProcessGroupCollection(world=dist.group.WORLD, grid=grid, **own)
 
 
+def create_copies_of_group(groups: ProcessGroupCollection, name: str, copies: int) -> list[Group]:
+    """More groups of the same ranks, with communicators of their own. Collective: all ranks call it with the same arguments."""
+    assert groups.grid is not None, "the groups must come from a grid"
+    timeout = _world_timeout()
+    own: list[Group] = [None] * copies
+    for ranks in group_plan(groups.grid)[name]:
+        for index in range(copies):
+            group = dist.new_group(ranks, timeout=timeout, group_desc=f"{name} {index}")
+            if dist.get_rank() in ranks:
+                own[index] = group
+    return own
+
+
 def group_plan(grid: RankGrid, optimizer_instances: int = 1) -> Mapping[str, Groups]:
     """All groups of all ranks by field name, in the order in which they are created. Pure."""
     intra, inter, members = grid.optimizer_instance_groups(optimizer_instances)

@@ -10,12 +10,13 @@ from megatron.core.distributed.param_layout import BufferLayout, ParamSpec, plan
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.update_rules import state_names
 from megatron.core.param_meta import param_meta
+from megatron.core.pipeline_parallel.schedule_plan import build_plan, check_plan, part_of, time_plan
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers import Tokenizer
 from megatron.training.config import check_run_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data import dataset_config
-from megatron.training.gpt_builder import build_gpt_model
+from megatron.training.gpt_builder import build_gpt_model, build_model_chunks
 from megatron.training.initialize import rank_grid
 from megatron.training.plan import TrainingPlan
 from megatron.training.run_tokenizer import build_run_tokenizer, true_vocab_size
@@ -34,15 +35,45 @@ def dry_run_report(config: RunConfig, world_size: int) -> str:
     dp = config.data_parallel_size(world_size)
     plan = TrainingPlan.of(config, dp)
     tokenizer = build_run_tokenizer(config)
-    model = build_gpt_model(
-        config,
-        vocab_size=true_vocab_size(config, tokenizer),
-        device=torch.device("meta"),
-        pg_collection=ProcessGroupCollection.planned(rank_grid(config.parallel, world_size), 0),
-    )
+    grid = rank_grid(config.parallel, world_size)
     lines = [f"configuration is valid for {world_size} rank(s)", *_data(config, tokenizer, plan), *_length(config, plan)]
-    lines += [*_memory(config, model, dp), *_rank_map(config, world_size)]
-    return "\n".join(lines)
+    for stage in range(grid.pp):
+        chunks = build_model_chunks(
+            config,
+            build_gpt_model,
+            pg_collection=ProcessGroupCollection.planned(grid, grid.groups("pp")[0][stage]),
+            vocab_size=true_vocab_size(config, tokenizer),
+            device=torch.device("meta"),
+        )
+        if grid.pp > 1:
+            lines.append(f"pipeline stage {stage}: {_contents(config, stage)}")
+        lines += _memory(config, chunks, dp)
+    return "\n".join([*lines, *_pipeline(config, plan), *_rank_map(config, world_size)])
+
+
+def _contents(config: RunConfig, stage: int) -> str:
+    """Which layers a stage holds, chunk by chunk."""
+    parallel, parts = config.parallel, config.transformer_config().pipeline_parts
+    held = []
+    for chunk in range(parallel.pipeline_chunks):
+        part = parts[part_of(parallel.pipeline_schedule, parallel.pipeline_model_parallel_size, stage, chunk)]
+        layers = f"layers {part.layers.start} to {part.layers.stop - 1}" if part.layers else "no layer"
+        held.append(", ".join(["embedding"] * part.embedding + [layers] + ["head"] * part.head))
+    return "; ".join(held)
+
+
+def _pipeline(config: RunConfig, plan: TrainingPlan) -> list[str]:
+    """The schedule of a full-sized step and its bubble."""
+    parallel, microbatches = config.parallel, plan.calculator.all_num_microbatches()[-1]
+    if parallel.pipeline_model_parallel_size == 1:
+        return []
+    sizes = (parallel.pipeline_model_parallel_size, parallel.pipeline_chunks, microbatches)
+    schedule = build_plan(parallel.pipeline_schedule, *sizes)
+    return [
+        f"pipeline: {parallel.pipeline_schedule}, {sizes[0]} stages of {sizes[1]} model chunk(s), {microbatches} microbatches, bubble "
+        f"{time_plan(schedule).bubble:.1%} if a forward, its inputs' and its weights' gradients take the same time; activations held "
+        f"at most by each stage (of one microbatch in one chunk): {', '.join(map(str, check_plan(schedule)))}"
+    ]
 
 
 def _data(config: RunConfig, tokenizer: Tokenizer, plan: TrainingPlan) -> list[str]:
@@ -64,19 +95,19 @@ def _length(config: RunConfig, plan: TrainingPlan) -> list[str]:
     ]
 
 
-def _memory(config: RunConfig, model: torch.nn.Module, dp: int) -> list[str]:
-    """Model state in bytes of rank 0, and bytes that it sends per step over data parallelism (ring: (d-1)/d of a buffer each)."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+def _memory(config: RunConfig, chunks: list[torch.nn.Module], dp: int) -> list[str]:
+    """Model state of a rank in bytes, and bytes that it sends per step over data parallelism (ring: (d-1)/d of a buffer each)."""
+    params = [p for chunk in chunks for p in chunk.parameters()]
     sharded = config.ddp.use_distributed_optimizer
-    layout = _layout(trained, config, dp)
+    layouts = [_layout(chunk, config, dp) for chunk in chunks]
     param_size = config.parallel.params_dtype.itemsize
     grad_size = 4 if config.ddp_config(dp).grad_reduce_in_fp32 else param_size
-    padded = layout.numel
-    owned = padded // dp if sharded else layout.numel_unpadded  # elements whose optimizer state this rank keeps
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    padded, unpadded = sum(layout.numel for layout in layouts), sum(layout.numel_unpadded for layout in layouts)
+    owned = padded // dp if sharded else unpadded  # elements whose optimizer state this rank keeps
+    frozen = sum(p.numel() for p in params if not p.requires_grad)
     moments = len(state_names(config.optimizer, config.optimizer.optimizer))
     states = {
-        "params": ((padded if sharded else layout.numel_unpadded) + frozen) * param_size,
+        "params": ((padded if sharded else unpadded) + frozen) * param_size,
         "grads": padded * grad_size,
         "main params": 0 if param_size == 4 else owned * 4,
         "main grads": 0 if grad_size == 4 else (owned if sharded else padded) * 4,  # the plain optimizer copies the whole buffer
@@ -86,16 +117,18 @@ def _memory(config: RunConfig, model: torch.nn.Module, dp: int) -> list[str]:
     traffic = wire * padded * (grad_size + param_size) if sharded else 2 * wire * padded * grad_size
     total = sum(states.values())
     return [
-        f"parameters per rank: {sum(p.numel() for p in model.parameters()):,} ({sum(p.numel() for _, p in trained):,} trained)",
+        f"parameters per rank: {sum(p.numel() for p in params):,} ({sum(p.numel() for p in params if p.requires_grad):,} trained)",
         "model state per rank: " + ", ".join(f"{name} {size:,} bytes" for name, size in states.items()) + f"; together {total:,} bytes",
-        f"of this padding: {(padded - layout.numel_unpadded):,} elements in {len(layout.buckets)} bucket(s); activations are not counted",
+        f"of this padding: {(padded - unpadded):,} elements in {sum(len(layout.buckets) for layout in layouts)} bucket(s); activations are not counted",
         f"communication per rank and step: {int(traffic):,} bytes sent "
         + ("(reduce-scatter of gradients, all-gather of parameters)" if sharded else "(all-reduce of gradients)"),
     ]
 
 
-def _layout(trained: list[tuple[str, torch.nn.Parameter]], config: RunConfig, dp: int) -> BufferLayout:
-    specs = [ParamSpec(name, p.numel(), param_meta(p).shared_embedding) for name, p in trained]
+def _layout(chunk: torch.nn.Module, config: RunConfig, dp: int) -> BufferLayout:
+    trained = [(name, p) for name, p in chunk.named_parameters() if p.requires_grad]
+    sharded = config.ddp.use_distributed_optimizer
+    specs = [ParamSpec(name, p.numel(), sharded and param_meta(p).shared_embedding) for name, p in trained]
     return plan_buffer(specs, config.ddp_config(dp).bucket_size, dp if config.ddp.use_distributed_optimizer else 1)
 
 

@@ -1,14 +1,18 @@
 """Builds the GPT model of a run: sizes from the configuration, frozen parameters, compiled layers."""
 
+import dataclasses
 import difflib
 import fnmatch
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.schedule_plan import part_of
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run_config import RunConfig
 
 
@@ -20,8 +24,9 @@ def build_gpt_model(
     pg_collection: ProcessGroupCollection | None = None,
     pre_process: bool = True,
     post_process: bool = True,
+    layers: range | None = None,
 ) -> GPTModel:
-    """The model on `device`, initialised from config.training.seed, with training.freeze and model.torch_compile applied.
+    """The model, or a part of the pipeline's, on `device`: initialised from config.training.seed, frozen and compiled as configured.
 
     vocab_size: true vocabulary size (the tokenizer's). Raises ConfigError for a size, backend or freeze pattern that does not fit.
     """
@@ -33,9 +38,10 @@ def build_gpt_model(
         pg_collection=pg_collection,
         pre_process=pre_process,
         post_process=post_process,
+        layers=layers,
         device=device,
     )
-    freeze_parameters(model, config.training.freeze)
+    freeze_parameters(model, config.training.freeze, lambda: _all_names(config, vocab_size))
     if config.model.torch_compile:
         compile_layers(model)
     return model
@@ -59,14 +65,35 @@ def model_provider(
     return provide
 
 
-def freeze_parameters(model: torch.nn.Module, patterns: Sequence[str]) -> None:
-    """Stop training the parameters whose logical name matches a shell-style pattern. A pattern without a match is an error."""
+def build_model_chunks(
+    config: RunConfig, builder: Callable[..., torch.nn.Module], *, pg_collection: ProcessGroupCollection, **arguments: Any
+) -> list[torch.nn.Module]:
+    """This rank's model chunks: the whole model, or with a pipeline the parts of its stage, by `builder`."""
+    stages = config.parallel.pipeline_model_parallel_size
+    if stages == 1:
+        return [builder(config, pg_collection=pg_collection, **arguments)]
+    parts, chunks = config.transformer_config().pipeline_parts, []
+    for chunk in range(config.parallel.pipeline_chunks):
+        part = parts[part_of(config.parallel.pipeline_schedule, stages, pg_collection.rank("pp"), chunk)]
+        place = {"pre_process": part.embedding, "post_process": part.head, "layers": part.layers}
+        chunks.append(builder(config, pg_collection=pg_collection, **place, **arguments))
+    return chunks
+
+
+def freeze_parameters(
+    model: torch.nn.Module, patterns: Sequence[str], all_names: Callable[[], Sequence[str]] | None = None
+) -> None:
+    """Stop training the parameters whose logical name matches a shell-style pattern. A pattern without a match is an error.
+
+    all_names: of the whole model, where `model` is a part of it.
+    """
     parameters = dict(model.named_parameters())
     problems = []
     for pattern in patterns:
         matches = fnmatch.filter(parameters, pattern)
-        if not matches:
-            near = difflib.get_close_matches(pattern, parameters, n=1, cutoff=0.0)
+        known = parameters if matches or all_names is None else all_names()
+        if not matches and not fnmatch.filter(known, pattern):
+            near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.0)
             problems.append(f"freeze={pattern!r} matches no parameter; the nearest name is {near[0] if near else 'none'}")
         for name in matches:
             parameters[name].requires_grad_(False)
@@ -74,7 +101,20 @@ def freeze_parameters(model: torch.nn.Module, patterns: Sequence[str]) -> None:
         raise ConfigError("; ".join(problems))
 
 
+def _all_names(config: RunConfig, vocab_size: int) -> list[str]:
+    """Logical names of the whole model's parameters."""
+    one_rank = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "sequence_parallel": False}
+    model = GPTModel(
+        TransformerConfig(**{**dataclasses.asdict(config.model), **one_rank}),
+        vocab_size=vocab_size,
+        max_sequence_length=config.model.max_position_embeddings or config.data.seq_length,
+        pg_collection=ProcessGroupCollection.single_process(),
+        device=torch.device("meta"),
+    )
+    return [name for name, _ in model.named_parameters()]
+
+
 def compile_layers(model: GPTModel, backend: str = "inductor") -> None:
     """Compile every decoder layer with torch.compile; they share one compiled function, as they differ in weights only."""
-    for layer in model.decoder.layers:
+    for layer in model.decoder.layers.values():
         layer.compile(backend=backend)

@@ -45,7 +45,8 @@ from megatron.training.config import check_run_config, dump_yaml
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data import TrainingData, build_data
 from megatron.training.flops import flops_per_token, peak_tflops
-from megatron.training.gpt_builder import build_gpt_model
+from megatron.training.forward_backward import ForwardBackward, LossFunction
+from megatron.training.gpt_builder import build_gpt_model, build_model_chunks
 from megatron.training.loggers import RunLogger, build_loggers
 from megatron.training.metrics import EvalMetrics, MetricsAccumulator, StepResult
 from megatron.training.objectives import OBJECTIVES, Objective
@@ -53,9 +54,6 @@ from megatron.training.plan import TrainingPlan
 from megatron.training.run_tokenizer import build_run_tokenizer, true_vocab_size
 from megatron.training.signals import StopSignals
 from megatron.training.train_state import TrainState
-
-# (model, microbatch on the device) -> (sum of weighted losses, number of counted tokens)
-LossFunction = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +102,6 @@ class Trainer:
         self.config, self.device, self.groups = config, device, groups
         self.callbacks = list(callbacks)
         self.objective = objective or OBJECTIVES[config.objective.objective]()
-        self._loss_function = loss_function or self._objective_loss
         self.timers = Timers(config.logging.timing_log_level)
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         problems = check_run_config(config, world)
@@ -127,13 +124,16 @@ class Trainer:
             train_samples=self.plan.train_samples,
             calculator=self.plan.calculator,
         )
-        self.model = self._build_model(model_builder)
+        self.model_chunks = self._build_model(model_builder)
+        self.forward_backward = ForwardBackward(
+            config, groups, device, self.model_chunks, self.objective, loss_function, self._timed
+        )
         self.optimizer = self._build_optimizer()
         self.scheduler = self._build_scheduler()
         self.store = on_all_ranks(lambda: open_store(config.checkpoint)) if config.checkpoint.save else None
         self.state = load_training_checkpoint(
             config=config,
-            model_chunks=[self.model],
+            model_chunks=self.model_chunks,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             groups=groups,
@@ -151,20 +151,25 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------ construction
 
-    def _build_model(self, model_builder: Callable[..., torch.nn.Module]) -> DistributedDataParallel:
-        module = model_builder(
-            self.config, vocab_size=self._vocab_size, device=self.device, pg_collection=self.groups
+    def _build_model(self, model_builder: Callable[..., torch.nn.Module]) -> list[DistributedDataParallel]:
+        chunks = build_model_chunks(
+            self.config, model_builder, pg_collection=self.groups, vocab_size=self._vocab_size, device=self.device
         )
-        return DistributedDataParallel(
-            self.config.transformer_config(),
-            self.config.ddp_config(self.groups.size("dp_cp")),
-            module,
-            pg_collection=self.groups,
-            reduce_op="sum",
-        )
+        ddp_config = self.config.ddp_config(self.groups.size("dp_cp"))
+        return [
+            DistributedDataParallel(
+                self.config.transformer_config(), ddp_config, chunk, pg_collection=self.groups, reduce_op="sum"
+            )
+            for chunk in chunks
+        ]
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """This rank's first model chunk: all of the model where there is no pipeline."""
+        return self.model_chunks[0]
 
     def _build_optimizer(self) -> MegatronOptimizer:
-        return get_megatron_optimizer(self.config.optimizer_config(), [self.model], pg_collection=self.groups)
+        return get_megatron_optimizer(self.config.optimizer_config(), self.model_chunks, pg_collection=self.groups)
 
     def _build_scheduler(self) -> OptimizerParamScheduler:
         optimizer, scheduler, plan = self.config.optimizer, self.config.scheduler, self.plan
@@ -246,7 +251,7 @@ class Trainer:
         if training.skip_train:
             self._evaluate("validation")
             return None
-        self.model.train()
+        self._set_training(True)
         if self._evaluation_due():  # a run that was stopped at an evaluation step makes up for it
             stop = self._evaluate("validation")
         while stop is None and self.state.iteration < self.plan.train_iters:
@@ -282,12 +287,13 @@ class Trainer:
 
         Returns the step's global result and, when any rank was asked to stop, the reason all ranks agreed on.
         """
-        self.model.zero_grad_buffer(overwrite=True)
+        for chunk in self.model_chunks:
+            chunk.zero_grad_buffer(overwrite=True)
         self.optimizer.zero_grad()
         with self._timed("forward-backward"):
-            loss_sum, tokens = self._forward_backward(batches)
+            loss_sum, tokens = self.forward_backward.train(batches, self.optimizer.scale_loss)
         with self._timed("all-grads-sync"):
-            finalize_model_grads([self.model], tokens)
+            finalize_model_grads(self.model_chunks, tokens)
         agreed = self._agree(loss_sum, tokens)
         with self._timed("optimizer"):
             success, grad_norm, num_zeros = (False, None, None) if agreed.bad_loss else self.optimizer.step()
@@ -306,34 +312,11 @@ class Trainer:
             params_norm=self._params_norm(),
         ), agreed.stop
 
-    def _forward_backward(self, batches: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward and backward of each microbatch; (sum of losses float64, number of tokens int64) of this rank."""
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        tokens = torch.zeros((), dtype=torch.int64, device=self.device)
-        for index, batch in enumerate(batches):
-            last = index == len(batches) - 1
-            with contextlib.nullcontext() if last else self.model.no_sync():
-                with self._timed("forward-compute", 2):
-                    loss, count = self._loss(batch)
-                with self._timed("backward-compute", 2):
-                    self.optimizer.scale_loss(loss).backward()
-            loss_sum += loss.detach()
-            tokens += count
-        return loss_sum, tokens
-
-    def _loss(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sum of weighted losses, number of counted tokens) of a microbatch."""
-        return self._loss_function(self.model, {name: value.to(self.device, non_blocking=True) for name, value in batch.items()})
-
-    def _objective_loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = self.objective.prepare(batch, seed=self.config.training.seed)
-        token_losses = model(inputs.tokens, inputs.position_ids, labels=inputs.labels, document_ids=inputs.document_ids)
-        return self.objective.reduce(token_losses, inputs)
-
     def _agree(self, loss_sum: torch.Tensor, tokens: torch.Tensor) -> "Agreement":
         """One reduction for what all ranks must know alike: loss, tokens, whether the loss is finite, wishes to stop."""
         finite = torch.isfinite(loss_sum)
-        counts = float(self.groups.rank("tp") == 0)  # the other tensor-parallel ranks have the same losses
+        # the other tensor-parallel ranks have the same losses, and the other stages none
+        counts = float(self.groups.rank("tp") == 0 and self.forward_backward.has_loss)
         values = torch.stack(
             [
                 torch.where(finite, loss_sum, torch.zeros_like(loss_sum)) * counts,
@@ -365,7 +348,7 @@ class Trainer:
         own = []
         if not bool(torch.isfinite(loss_sum)):
             own.append(f"loss is {float(loss_sum)}")
-        names = self.model.nonfinite_grads()
+        names = [name for chunk in self.model_chunks for name in chunk.nonfinite_grads()]
         if names:
             own.append(f"gradient of {', '.join(names[:4])}{' and others' if len(names) > 4 else ''} is not finite")
         reports = gather_texts("; ".join(own) or None)
@@ -401,7 +384,7 @@ class Trainer:
             result,
             step_time_s=step_time,
             data_time_s=data_time,
-            exposed_comm_time_s=self.model.take_exposed_comm_time(),
+            exposed_comm_time_s=sum(chunk.take_exposed_comm_time() for chunk in self.model_chunks),
             global_batch_size=batch,
             tokens=tokens,
         )
@@ -442,7 +425,7 @@ class Trainer:
         if not self.data.has(name) or not self.config.training.eval_iters:
             return None
         self.optimizer.finish_param_sync()
-        self.model.eval()
+        self._set_training(False)
         loss_sum, tokens, finite = 0.0, 0, True
         try:
             for step_loss, step_tokens in self._evaluation_steps(name):
@@ -451,7 +434,7 @@ class Trainer:
                     return agreed.stop
                 loss_sum, tokens, finite = loss_sum + agreed.loss_sum, tokens + agreed.tokens, finite and not agreed.bad_loss
         finally:
-            self.model.train()
+            self._set_training(True)
         loss = loss_sum / max(tokens, 1) if finite else math.nan
         metrics = EvalMetrics(self.state.iteration, split, loss, math.exp(min(loss, 700.0)), tokens, self.state.consumed_samples)
         if split == "validation":
@@ -463,14 +446,11 @@ class Trainer:
     def _evaluation_steps(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(loss sum float64, tokens int64) of this rank for each global batch of the split."""
         for microbatches in self.data.evaluation(name, self.config.training.eval_iters):
-            loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-            tokens = torch.zeros((), dtype=torch.int64, device=self.device)
-            with torch.no_grad():
-                for batch in microbatches:
-                    loss, count = self._loss(batch)
-                    loss_sum += loss
-                    tokens += count
-            yield loss_sum, tokens
+            yield self.forward_backward.evaluate(list(microbatches))
+
+    def _set_training(self, mode: bool) -> None:
+        for chunk in self.model_chunks:
+            chunk.train(mode)
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
@@ -481,7 +461,7 @@ class Trainer:
         save_training_checkpoint(
             self.store,
             config=self.config,
-            model_chunks=[self.model],
+            model_chunks=self.model_chunks,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             train_state=self.state,
@@ -498,11 +478,20 @@ class Trainer:
         if not self.config.logging.log_params_norm:
             return None
         self.optimizer.finish_param_sync()
-        counted = [p for p in self.model.parameters() if self.groups.rank("tp") == 0 or param_meta(p).tp_dim is not None]
-        norms = torch.stack([torch.linalg.vector_norm(p.detach().float()) for p in counted])
-        square = norms.double().square().sum()
-        collectives.all_reduce(square, self.groups.tp)  # sum over tp, fp64
+        norms = [torch.linalg.vector_norm(p.detach().float()) for p in self._parameters_counted_here()]
+        square = torch.stack([norm.double().square() for norm in norms] or [torch.zeros((), dtype=torch.float64)]).sum()
+        collectives.all_reduce(square, self.groups.mp)  # sum over tp and pp, fp64
         return math.sqrt(square.item())
+
+    def _parameters_counted_here(self) -> list[torch.nn.Parameter]:
+        """Each parameter, or part of one, is counted by one rank of a copy of the model."""
+        return [
+            p
+            for chunk in self.model_chunks
+            for p in chunk.parameters()
+            if (self.groups.rank("tp") == 0 or param_meta(p).tp_dim is not None)
+            and not (param_meta(p).shared_embedding and self.groups.rank("embd") > 0)
+        ]
 
     def _collect_garbage(self) -> None:
         training = self.config.training
@@ -511,14 +500,15 @@ class Trainer:
 
     def _announce(self) -> None:
         """What runs, printed once by rank 0."""
-        tensor_ranks = self.groups.size("tp")
-        parameters = sum(p.numel() * (1 if param_meta(p).tp_dim is None else tensor_ranks) for p in self.model.parameters())
-        cut = f"tensor parallel {tensor_ranks}, " if tensor_ranks > 1 else ""
+        parameters = torch.tensor(sum(p.numel() for p in self._parameters_counted_here()), device=self.device)
+        collectives.all_reduce(parameters, self.groups.mp)  # sum over tp and pp, int64
+        sizes = {"tensor": self.groups.size("tp"), "pipeline": self.groups.size("pp")}
+        cut = "".join(f"{name} parallel {size}, " for name, size in sizes.items() if size > 1)
         print_rank_0(
             f"{self.world_size} rank(s) on {self.device.type}, {cut}data parallel {self.groups.size('dp')}; "
-            f"{parameters / 1e6:.2f} M parameters in {self.config.parallel.params_dtype}"
+            f"{parameters.item() / 1e6:.2f} M parameters in {self.config.parallel.params_dtype}"
         )
-        print_rank_0(str(memory_report([self.model], self.optimizer)))
+        print_rank_0(str(memory_report(self.model_chunks, self.optimizer)))
         for treatment, names in describe_param_groups(self.optimizer.param_groups).items():
             if names:
                 print_rank_0(f"{treatment}: {', '.join(_without_layer_numbers(names))}")

@@ -14,6 +14,8 @@ LEVELS: dict[str, int] = {
     "megatron.core.rank_grid": 0,
     "megatron.core.process_groups_config": 0,
     "megatron.core.param_meta": 0,
+    "megatron.core.pipeline_parallel.layer_split": 0,
+    "megatron.core.pipeline_parallel.schedule_plan": 0,
     "megatron.core.seeding": 0,
     # 1 tools and pure plans
     "megatron.core.collectives": 1,
@@ -29,6 +31,7 @@ LEVELS: dict[str, int] = {
     "megatron.core.dist_checkpointing.reshard": 1,
     # 2 engines
     "megatron.core.tensor_parallel": 2,
+    "megatron.core.pipeline_parallel": 2,
     "megatron.core.distributed": 2,
     "megatron.core.dist_checkpointing": 2,
     "megatron.core.datasets": 2,

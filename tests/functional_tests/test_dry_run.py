@@ -19,15 +19,15 @@ def held(flags: list[str]) -> dict[str, int]:
     """What a rank really holds; runs on each rank."""
     trainer = make_trainer(flags)
     trainer.data.close()
-    report = memory_report([trainer.model], trainer.optimizer)
+    report = memory_report(trainer.model_chunks, trainer.optimizer)
     return {"main_params": report.main_params, "main_grads": report.main_grads, "moments": report.moments, "total": report.total}
 
 
-def foretold(flags: list[str], world_size: int) -> dict[str, int]:
-    """What the dry run says."""
+def foretold(flags: list[str], world_size: int, stage: int = 0) -> dict[str, int]:
+    """What the dry run says of the ranks of a stage."""
     text = dry_run_report(parse_command_line(flags).resolved.config, world_size)
     names = {"main params": "main_params", "main grads": "main_grads", "moments": "moments", "together": "total"}
-    line = next(line for line in text.splitlines() if line.startswith("model state per rank"))
+    line = [line for line in text.splitlines() if line.startswith("model state per rank")][stage]
     return {key: int(re.search(rf"{name} ([\d,]+) bytes", line).group(1).replace(",", "")) for name, key in names.items()}  # type: ignore[union-attr]
 
 
@@ -41,3 +41,16 @@ def test_bytes_foretold_are_the_bytes_held(tmp_path: pathlib.Path, sharded: bool
     write_d0(str(tmp_path / "d0"))
     flags = t0_flags(data_path=str(tmp_path / "d0"), ddp_bucket_size=5000, use_distributed_optimizer=sharded or None, **options)
     assert run_distributed(held, 2, flags) == [foretold(flags, 2)] * 2
+
+
+def test_bytes_of_each_pipeline_stage(tmp_path: pathlib.Path) -> None:
+    """Two interleaved chunks per stage, tied embeddings, another number of bytes on each stage."""
+    write_d0(str(tmp_path / "d0"))
+    pipeline = {
+        "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "E|ttt|t|L",
+        "untie_embeddings_and_output_weights": False,
+    }  # fmt: skip
+    flags = t0_flags(data_path=str(tmp_path / "d0"), ddp_bucket_size=5000, use_distributed_optimizer=True, **pipeline)
+    stages = [foretold(flags, 4, stage) for stage in range(2)]
+    assert run_distributed(held, 4, flags) == [stages[0], stages[0], stages[1], stages[1]]
+    assert stages[0] != stages[1]

@@ -22,7 +22,7 @@ from tests.harness.logical import logical_tensors
 class Job:
     """What a job leaves: losses and gradient norms per step, sample ids per step, logical weights before and after.
 
-    Weights of one tensor-parallel rank include the vocabulary's padding; those of several do not.
+    Weights of a model in one piece include the vocabulary's padding; those of several pieces do not.
     """
 
     losses: list[float]
@@ -101,10 +101,11 @@ def train_job(flags: list[str], **kwargs: Any) -> Job:
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Copies of all whole parameters by logical name; ranks that hold the same part of one must hold the same bits."""
-    module, groups = trainer.model.module, trainer.groups
-    if groups.size("tp") == 1:
-        return {name: p.detach().clone() for name, p in module.named_parameters()}
-    whole = logical_tensors(model_sharded_tensors(module, groups), groups)
+    groups = trainer.groups
+    if groups.size("mp") == 1:
+        return {name: p.detach().clone() for name, p in trainer.model.module.named_parameters()}
+    local = [model_sharded_tensors(chunk.module, groups) for chunk in trainer.model_chunks]
+    whole = logical_tensors({name: tensor for tensors in local for name, tensor in tensors.items()}, groups)
     return {name.removeprefix("model."): tensor for name, tensor in whole.items()}
 
 

@@ -329,11 +329,14 @@ class DistributedDataParallel(torch.nn.Module):
         """Have `_on_grad` called once per backward, when all uses of the parameter have given their gradients.
 
         A layer that forms its weight's gradient itself puts it into `main_grad` as `begin_main_grad` says, and gives autograd
-        none: the node's hook runs all the same.
+        none: the node's hook runs all the same. Where the backward is split, such a layer may also leave the gradient for later:
+        it counts up `deferred_main_grads` meanwhile, and calls `main_grad_done` in the end.
         """
         if self.config is None or self.config.gradient_accumulation_fusion:
             begin = functools.partial(self.param_to_bucket_group[param].begin_grad, param)
             param.begin_main_grad = begin  # type: ignore[attr-defined]
+        if self.config is not None and self.config.splits_backward:
+            param.main_grad_done = functools.partial(self._on_grad, param)  # type: ignore[attr-defined]
         view = param.expand_as(param)
         accumulator = None if view.grad_fn is None else view.grad_fn.next_functions[0][0]
         assert accumulator is not None
@@ -341,6 +344,8 @@ class DistributedDataParallel(torch.nn.Module):
         return accumulator
 
     def _on_grad(self, param: torch.nn.Parameter) -> None:
+        if getattr(param, "deferred_main_grads", 0):
+            return
         group = self.param_to_bucket_group[param]
         group.add_grad(param)
         if group.is_last_microbatch:

@@ -170,8 +170,7 @@ class DistributedOptimizer(MegatronOptimizer):
     def _replica_groups(self, meta: ParamMeta) -> tuple[str, ...]:
         instances = self.model_chunks[0].ddp_config.num_distributed_optimizer_instances
         data = ("inter_expt_dp" if meta.is_expert else "inter_dist_opt",) if instances > 1 else ()
-        tp = "expt_tp" if meta.is_expert else "tp"
-        return data if meta.tp_dim is not None else (*data, tp)
+        return (*data, *self._model_replica_groups(meta))
 
     def _layout(self) -> dict[str, Any]:
         group = self._shard_group()

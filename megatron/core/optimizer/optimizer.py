@@ -135,6 +135,7 @@ class MegatronOptimizer(ABC):
         self.model_chunks = list(model_chunks)
         self.groups = self.model_chunks[0].pg_collection
         self.grad_scaler: MegatronGradScaler = build_grad_scaler(config)
+        self._steps = 0  # updates so far, also of a stage without parameters
         named = [(name, param) for chunk in self.model_chunks for param, name in chunk.param_to_name.items()]
         self.device = named[0][1].device if named else torch.device("cpu")
         self.rules: dict[str, UpdateRule] = build_update_rules(config, self.device)
@@ -228,6 +229,7 @@ class MegatronOptimizer(ABC):
     def apply(self, divisor: float) -> None:
         """Update with the gradients that `grad_stats` left, divided by `divisor`."""
         self.finish_param_sync()
+        self._steps += 1
         for group in self._param_groups:
             group["step"] += 1
         for unit in self.units:
@@ -335,7 +337,7 @@ class MegatronOptimizer(ABC):
         return {
             "optimizer": self.config.optimizer,
             "states": list(self.state_names),
-            "step": max((group["step"] for group in self._param_groups), default=0),
+            "step": self._steps,
             "param_groups": [group_scalars(group) for group in self._param_groups],
             "grad_scaler": self.grad_scaler.state_dict(),
         }
@@ -347,6 +349,7 @@ class MegatronOptimizer(ABC):
         """
         self.check_common_state_dict(state)
         load_group_scalars(self._param_groups, state["param_groups"], state["step"])
+        self._steps = state["step"]
         self.grad_scaler.load_state_dict(state["grad_scaler"])
 
     def check_common_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -380,8 +383,13 @@ class MegatronOptimizer(ABC):
 
     def _replica_groups(self, meta: ParamMeta) -> tuple[str, ...]:
         """Groups whose ranks hold the same part of the parameter's state."""
-        data = ("expt_dp",) if meta.is_expert else ("dp_cp",)
-        return data if meta.tp_dim is not None else (*data, "expt_tp" if meta.is_expert else "tp")
+        return ("expt_dp" if meta.is_expert else "dp_cp", *self._model_replica_groups(meta))
+
+    @staticmethod
+    def _model_replica_groups(meta: ParamMeta) -> tuple[str, ...]:
+        """Groups inside one copy of the model whose ranks hold the same part of the parameter."""
+        tensor = ("expt_tp" if meta.is_expert else "tp",) if meta.tp_dim is None else ()
+        return (*tensor, *(("embd",) if meta.shared_embedding else ()))
 
     @staticmethod
     def _tensors_of(main: MainParam) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ With sequence parallelism a column-parallel layer takes [s/tp, b, in] and gather
 Sizes in constructors are those of the whole layer.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.param_init import ZEROS, InitRule, new_parameter
 from megatron.core.param_meta import ParamMeta
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.deferred_grads import active_deferral
 from megatron.core.tensor_parallel.mappings import (
     Started,
     finished,
@@ -55,7 +57,7 @@ def linear(
     fuse_accumulation: put the weight's gradient straight into `weight.main_grad` where that is possible.
     """
     fused = fuse_accumulation and _writes_main_grad(weight, hidden)
-    if fused or group_size(copied_over) > 1:
+    if fused or group_size(copied_over) > 1 or (fuse_accumulation and hasattr(weight, "main_grad_done")):
         return _Linear.apply(hidden, weight, bias, copied_over, sequence_parallel, fused)  # type: ignore[no-untyped-call]
     return F.linear(hidden, weight, bias)
 
@@ -86,6 +88,12 @@ class _Linear(torch.autograd.Function):
         """grad: [..., out] -> gradients of `hidden`, `weight` (None where `main_grad` has it) and `bias`."""
         hidden, weight = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        deferral = active_deferral() if needs_weight and hasattr(ctx.parameter, "main_grad_done") else None
+        if deferral is not None:
+            needs_weight = False
+            gathered_over = ctx.group if ctx.sequence_parallel else None
+            arguments = (grad.flatten(0, -2), hidden, ctx.parameter, ctx.fused, gathered_over)
+            deferral.add(ctx.parameter, functools.partial(_later_weight_grad, *arguments))
         gathering: Started = (hidden, None)
         if ctx.sequence_parallel and needs_weight:
             gathering = start_gather_sequence(hidden, ctx.group)
@@ -111,6 +119,16 @@ def _weight_grad(rows: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor,
     else:
         torch.mm(rows.t(), inputs, out=weight.main_grad)  # type: ignore[attr-defined]
     return None
+
+
+def _later_weight_grad(
+    rows: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, fused: bool, gathered_over: Group
+) -> None:
+    """`_weight_grad` as work for later. hidden: what is to be gathered over the tp group, or all of it (group None)."""
+    inputs = finished(start_gather_sequence(hidden, gathered_over)) if gathered_over is not None else hidden
+    grad = _weight_grad(rows, inputs.flatten(0, -2), weight, fused)
+    if grad is not None:
+        weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
 def _writes_main_grad(weight: torch.Tensor, hidden: torch.Tensor) -> bool:
@@ -238,7 +256,10 @@ class RowParallelLinear(_ParallelLinear):
 
 
 class VocabParallelEmbedding(torch.nn.Module):
-    """Word embedding, padded to `padded_size` rows, of which the first `vocab_size` are the true vocabulary."""
+    """Word embedding, padded to `padded_size` rows, of which the first `vocab_size` are the true vocabulary.
+
+    shared: the first and the last pipeline stage hold copies of it.
+    """
 
     def __init__(
         self,
@@ -250,11 +271,14 @@ class VocabParallelEmbedding(torch.nn.Module):
         dtype: torch.dtype,
         device: torch.device | None,
         pg_collection: ProcessGroupCollection,
+        shared: bool = False,
     ) -> None:
         super().__init__()
         self.group = pg_collection.tp
         rows = divide(padded_size, pg_collection, "padded vocabulary size")
-        meta = ParamMeta(tp_dim=0, is_embedding_or_output=True, logical_shape=(vocab_size, hidden_size))
+        meta = ParamMeta(
+            tp_dim=0, is_embedding_or_output=True, shared_embedding=shared, logical_shape=(vocab_size, hidden_size)
+        )
         self.weight = new_parameter((rows, hidden_size), rule=rule, meta=meta, dtype=dtype, device=device)
 
     def forward(self, ids: torch.Tensor, reduce_scatter: bool = False) -> torch.Tensor:

@@ -12,31 +12,42 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class TransformerBlock(torch.nn.Module):
-    """config.num_layers layers and the final norm. `backend` is the attention backend its layers share."""
+    """A run of layers, and after the last part's the final norm. `backend` is the attention backend its layers share.
+
+    layers: global numbers; a layer's name is its number, whatever part of the model it is in.
+    """
 
     def __init__(
-        self, config: TransformerConfig, *, device: torch.device | None, pg_collection: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        *,
+        layers: range,
+        final_norm: bool,
+        device: torch.device | None,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__()
         self._config = config
         self.backend = attention_backend(config, device)
-        self.layers = torch.nn.ModuleList(
-            TransformerLayer(config, index, backend=self.backend, device=device, pg_collection=pg_collection)
-            for index in range(config.num_layers)
+        self.layers = torch.nn.ModuleDict(
+            {
+                str(index): TransformerLayer(config, index, backend=self.backend, device=device, pg_collection=pg_collection)
+                for index in layers
+            }
         )
-        self.final_layernorm = build_norm(config.hidden_size, config, device=device)
-        self._chunks = layer_chunks(config, config.num_layers)
+        self.final_layernorm = build_norm(config.hidden_size, config, device=device) if final_norm else None
+        self._chunks = layer_chunks(config, len(layers))
 
     def forward(self, hidden: torch.Tensor, batch: BatchInputs) -> torch.Tensor:
-        """hidden: [s, b, h], [s/tp, b, h] with sequence parallelism -> the same, normalised."""
+        """hidden: [s, b, h], [s/tp, b, h] with sequence parallelism -> the same, normalised by the last part."""
         for start, end, recompute in self._chunks:
             if recompute and torch.is_grad_enabled():
                 hidden = checkpoint_function(self._config, self._run, start, end, hidden, batch)
             else:
                 hidden = self._run(start, end, hidden, batch)
-        return self.final_layernorm(hidden)
+        return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
     def _run(self, start: int, end: int, hidden: torch.Tensor, batch: BatchInputs) -> torch.Tensor:
-        for layer in self.layers[start:end]:
+        for layer in list(self.layers.values())[start:end]:
             hidden = layer(hidden, batch)
         return hidden

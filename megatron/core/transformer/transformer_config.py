@@ -6,6 +6,8 @@ import math
 from megatron.core.config_field import config_field, field_violations
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.layer_split import PipelinePart, split_layers
+from megatron.core.pipeline_parallel.schedule_plan import plan_problem
 
 GATED_ACTIVATIONS = ("swiglu", "geglu")
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
@@ -207,13 +209,31 @@ class TransformerConfig(ModelArchitectureConfig, ModelParallelConfig):
             problems.append(
                 f"tensor_model_parallel_size={self.tensor_model_parallel_size} does not divide ffn_hidden_size={self.ffn_size}"
             )
-        stages = self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
-        if self.num_layers % stages:
+        pipeline = plan_problem(self.pipeline_schedule, self.pipeline_model_parallel_size, self.pipeline_chunks, None)
+        if pipeline is not None:
+            return [*problems, pipeline]
+        try:
+            self.pipeline_parts  # noqa: B018
+        except ConfigError as error:
+            problems.append(str(error))
+        if self.splits_backward and self.torch_compile:
+            problems.append(f"pipeline_schedule={self.pipeline_schedule} does not go with torch_compile=True; leave one of them out")
+        if self.pipeline_schedule == "zb_v" and not self.untie_embeddings_and_output_weights:
             problems.append(
-                f"num_layers={self.num_layers} cannot be divided by pipeline_model_parallel_size="
-                f"{self.pipeline_model_parallel_size} x virtual_pipeline_model_parallel_size="
-                f"{self.virtual_pipeline_model_parallel_size or 1}"
+                "pipeline_schedule=zb_v has embedding and head on one stage in different chunks, which cannot share a weight; set "
+                "untie_embeddings_and_output_weights=True or use another schedule"
             )
-        if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
-            problems.append("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
         return problems
+
+    @property
+    def pipeline_parts(self) -> tuple[PipelinePart, ...]:
+        """What each part of the pipeline holds, in model order. Raises ConfigError if the layers can't be split as configured."""
+        return split_layers(
+            self.num_layers,
+            self.pipeline_model_parallel_size * self.pipeline_chunks,
+            first=self.decoder_first_pipeline_num_layers,
+            last=self.decoder_last_pipeline_num_layers,
+            count_embedding=self.account_for_embedding_in_pipeline_split,
+            count_head=self.account_for_loss_in_pipeline_split,
+            layout=self.pipeline_model_parallel_layout,
+        )

@@ -52,13 +52,14 @@ _UNSUPPORTED: Mapping[str, str] = {
         no-fp8-wgrad fp8-dot-product-attention fp8-multi-head-attention fp4-format
         keep-fp8-transpose-cache-when-using-custom-fsdp
         first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16""",
-    "only data parallelism is supported": """
-        num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers
-        decoder-last-pipeline-num-layers pipeline-model-parallel-split-rank pipeline-model-parallel-layout
-        account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split
-        microbatch-group-size-per-virtual-pipeline-stage
-        overlap-p2p-comm overlap-p2p-communication-warmup-flush batch-p2p-comm batch-p2p-sync defer-embedding-wgrad-compute
-        wgrad-deferral-limit delay-wgrad-compute cp-comm-type hierarchical-context-parallel-sizes tp-comm-overlap
+    "virtual_pipeline_model_parallel_size gives the number of model chunks per pipeline stage": """
+        num-layers-per-virtual-pipeline-stage""",
+    "pipeline_schedule=zb_h1 or zb_v leaves the weights' gradients for later": """
+        defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute""",
+    "the interleaved schedule passes as many microbatches through a chunk in turn as there are stages": """
+        microbatch-group-size-per-virtual-pipeline-stage""",
+    "there is no encoder beside the decoder, and this form of communication is not supported": """
+        pipeline-model-parallel-split-rank cp-comm-type hierarchical-context-parallel-sizes tp-comm-overlap
         tp-comm-overlap-cfg tp-comm-bulk-wgrad tp-comm-bulk-dgrad tp-comm-overlap-ag tp-comm-overlap-rs tp-comm-split-ag
         tp-comm-split-rs tp-comm-bootstrap-backend encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size
         use-ring-exchange-p2p use-tp-pp-dp-mapping scatter-gather-tensors-in-pipeline high-priority-stream-groups
@@ -158,7 +159,7 @@ _VALUES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "params-dtype": ("the dtype follows from fp16 and bf16", ("null", "none", "")),
     "autocast-dtype": ("the dtype follows from fp16 and bf16", ("null", "none", "")),
     "enable-autocast": ("the dtype follows from fp16 and bf16", ("false",)),
-    "deallocate-pipeline-outputs": ("there is one pipeline stage", ("true", "false")),
+    "deallocate-pipeline-outputs": ("a stage's output is freed once it was sent", ("true",)),
     "perform-initialization": ("parameters are always initialised", ("true",)),
 }
 _OFF_VALUES: Mapping[str, tuple[str, ...]] = {

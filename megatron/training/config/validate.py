@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 from megatron.core.datasets.index_helpers import parse_split
 from megatron.core.errors import ConfigError
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.num_microbatches_calculator import NumMicroBatches
+from megatron.core.pipeline_parallel.schedule_plan import plan_problem
 from megatron.core.tokenizers import FILE_OPTIONS
 from megatron.training.config.run_config import RunConfig
 
@@ -42,21 +44,19 @@ def _parallel(config: RunConfig) -> Iterator[str]:
     if cp > 1 and seq_length % (2 * cp):
         yield f"seq_length={seq_length} is not a multiple of 2 x context_parallel_size={cp} (= {2 * cp})"
     unsupported = {
-        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size or 1,
         "context_parallel_size": cp,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size or 1,
     }
     for name, size in unsupported.items():
         if size != 1:
-            yield f"{name}={size} is not supported in this version; use 1 (ranks are tensor and data parallel)"
+            yield f"{name}={size} is not supported in this version; use 1 (ranks are tensor, pipeline and data parallel)"
     if parallel.sequence_parallel and tp == 1:
         yield "sequence_parallel=True needs tensor_model_parallel_size > 1; leave it False"
     if tp > 1 and config.model.torch_compile:
         yield f"torch_compile=True needs tensor_model_parallel_size=1, got {tp}; leave one of them out"
-    if config.ddp.align_param_gather:
-        yield "align_param_gather=True needs pipeline stages, which are not supported in this version; leave it False"
+    if config.ddp.align_param_gather and parallel.pipeline_chunks == 1:
+        yield "align_param_gather=True needs several model chunks per pipeline stage (virtual_pipeline_model_parallel_size); leave it False"
 
 
 def _precision(config: RunConfig) -> Iterator[str]:
@@ -237,6 +237,20 @@ def _ranks(config: RunConfig, world_size: int | None) -> Iterator[str]:
         yield f"num_distributed_optimizer_instances={instances} does not divide the data-parallel size {dp}"
     training = config.training
     try:
-        NumMicroBatches(config.global_batch_size(dp), training.micro_batch_size, dp, training.rampup_batch_size)
+        calculator = NumMicroBatches(
+            config.global_batch_size(dp), training.micro_batch_size, dp, training.rampup_batch_size
+        )
     except ConfigError as error:
         yield str(error)
+        return
+    if world_size is not None:
+        yield from _microbatches(config.parallel, calculator)
+
+
+def _microbatches(parallel: ModelParallelConfig, calculator: NumMicroBatches) -> Iterator[str]:
+    for number in calculator.all_num_microbatches():
+        stages, chunks = parallel.pipeline_model_parallel_size, parallel.pipeline_chunks
+        problem = plan_problem(parallel.pipeline_schedule, stages, chunks, number)
+        if problem is not None:
+            yield problem
+            return

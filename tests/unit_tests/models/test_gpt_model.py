@@ -285,13 +285,36 @@ def test_bf16_model_is_close_to_fp32_and_its_losses_are_fp32() -> None:
 
 
 def test_parallel_sizes_that_do_not_exist_yet_are_refused() -> None:
-    with pytest.raises(ConfigError, match="pipeline_model_parallel_size=2 is not supported in this version"):
+    with pytest.raises(ConfigError, match="context_parallel_size=2 is not supported in this version"):
+        build(t0_transformer_config(context_parallel_size=2))
+
+
+def test_parts_compute_what_the_whole_model_does() -> None:
+    """Three parts, one of them without layers, tied: the same losses and gradients, bit for bit."""
+    tied = {"untie_embeddings_and_output_weights": False}
+    whole = build(t0_transformer_config(**tied))
+    parts = [
+        build(t0_transformer_config(**tied), pre_process=pre, post_process=post, layers=layers)
+        for pre, post, layers in ((True, False, range(3)), (False, False, range(3, 3)), (False, True, range(3, 4)))
+    ]
+    hidden, ids = None, tokens(2, 16)
+    for part in parts:
+        hidden = part(ids, labels=ids, **({} if hidden is None else {"hidden": hidden}))
+    assert hidden is not None
+    losses = whole(ids, labels=ids)
+    assert torch.equal(hidden, losses)
+    hidden.sum().backward()
+    losses.sum().backward()
+    own = {name: param for part in reversed(parts) for name, param in part.named_parameters()}
+    for name, param in whole.named_parameters():
+        assert torch.equal(own[name], param), name
+        if "word_embeddings" not in name:
+            assert own[name].grad is not None and torch.equal(own[name].grad, param.grad), name
+
+
+def test_groups_of_another_size_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"pipeline_model_parallel_size=2, but the pp group has 1 rank\(s\)"):
         build(t0_transformer_config(pipeline_model_parallel_size=2))
-
-
-def test_a_pipeline_stage_is_refused() -> None:
-    with pytest.raises(ConfigError, match="pre_process=False"):
-        build(pre_process=False)
 
 
 def test_too_long_a_sequence_is_an_error() -> None:

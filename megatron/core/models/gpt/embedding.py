@@ -30,8 +30,33 @@ class LearnedPositions(torch.nn.Module):
         return F.embedding(position_ids, self.weight)
 
 
+class TiedEmbedding(torch.nn.Module):
+    """The last part's copy of the word embedding, where the head shares its weight: the same name and the same values."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        vocab_size: int,
+        padded_vocab_size: int,
+        device: torch.device | None,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size,
+            padded_vocab_size,
+            config.hidden_size,
+            rule=InitRule(std=config.init_method_std),
+            dtype=config.params_dtype,
+            device=device,
+            pg_collection=pg_collection,
+            shared=True,
+        )
+
+
 class GPTEmbedding(torch.nn.Module):
-    """Word embedding, plus learned positions where configured, then dropout."""
+    """Word embedding, plus learned positions where configured, then dropout. shared: the last part has a copy of the weight."""
 
     def __init__(
         self,
@@ -42,6 +67,7 @@ class GPTEmbedding(torch.nn.Module):
         max_sequence_length: int,
         device: torch.device | None,
         pg_collection: ProcessGroupCollection,
+        shared: bool = False,
     ) -> None:
         super().__init__()
         self.dropout, self.sequence_parallel, self.group = config.hidden_dropout, config.sequence_parallel, pg_collection.tp
@@ -53,6 +79,7 @@ class GPTEmbedding(torch.nn.Module):
             dtype=config.params_dtype,
             device=device,
             pg_collection=pg_collection,
+            shared=shared,
         )
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings: LearnedPositions | None = LearnedPositions(config, max_sequence_length, device=device)

@@ -8,7 +8,7 @@ import math
 import torch
 
 from megatron.core.errors import ConfigError
-from megatron.core.models.gpt.embedding import GPTEmbedding
+from megatron.core.models.gpt.embedding import GPTEmbedding, TiedEmbedding
 from megatron.core.param_init import InitRule, initialize_parameters
 from megatron.core.param_meta import ParamMeta
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -32,7 +32,9 @@ class GPTModel(torch.nn.Module):
         max_sequence_length: number of positions.
         seed: initial weights depend on it and on each parameter's logical name only.
         pg_collection: process groups; default: those that initialize_model_parallel installed.
-        pre_process, post_process: whether this pipeline stage holds the embedding / the head.
+        pre_process, post_process: whether this part of the pipeline holds the embedding / the head.
+        layers: global numbers of its layers; default: all of them for a model in one part, else what config.pipeline_parts
+            gives the rank's only part.
         device: where parameters live; default: torch's default device.
 
     Raises ConfigError for a parallel size or attention backend that cannot be used.
@@ -48,28 +50,36 @@ class GPTModel(torch.nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
         pre_process: bool = True,
         post_process: bool = True,
+        layers: range | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         groups = ProcessGroupCollection.resolve(pg_collection)
-        _check_layout(config, groups, pre_process and post_process)
+        _check_layout(config, groups)
         self.groups = groups
+        self.pre_process, self.post_process = pre_process, post_process
+        layers = _default_layers(config, groups, pre_process, post_process) if layers is None else layers
         self.config, self.vocab_size, self.max_sequence_length = config, vocab_size, max_sequence_length
         self._padded_vocab_size = padded_vocab_size(vocab_size, config)
         self.rotary = RotaryTable(config, max_sequence_length) if config.position_embedding_type == "rope" else None
-        self.embedding = GPTEmbedding(
-            config,
-            vocab_size=vocab_size,
-            padded_vocab_size=self._padded_vocab_size,
-            max_sequence_length=max_sequence_length,
-            device=device,
-            pg_collection=groups,
+        tied = not config.untie_embeddings_and_output_weights
+        sizes = {"vocab_size": vocab_size, "padded_vocab_size": self._padded_vocab_size}
+        self.embedding: GPTEmbedding | TiedEmbedding | None = None
+        if pre_process:
+            self.embedding = GPTEmbedding(
+                config,
+                **sizes,
+                max_sequence_length=max_sequence_length,
+                device=device,
+                pg_collection=groups,
+                shared=tied and not post_process,
+            )
+        elif post_process and tied:
+            self.embedding = TiedEmbedding(config, **sizes, device=device, pg_collection=groups)
+        self.decoder = TransformerBlock(
+            config, layers=layers, final_norm=post_process, device=device, pg_collection=groups
         )
-        self.decoder = TransformerBlock(config, device=device, pg_collection=groups)
-        if config.untie_embeddings_and_output_weights:
-            self.output_layer: ColumnParallelLinear | None = self._build_head(device, groups)
-        else:
-            self.output_layer = None
+        self.output_layer = self._build_head(device, groups) if post_process and not tied else None
         initialize_parameters(self, seed, groups.rank("tp"), groups.size("tp"))
 
     def _build_head(self, device: torch.device | None, groups: ProcessGroupCollection) -> ColumnParallelLinear:
@@ -100,8 +110,9 @@ class GPTModel(torch.nn.Module):
         labels: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         inference_context: InferenceContext | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits, or the loss of each token.
+        """Logits, or the loss of each token; of a part without the head, its hidden states.
 
         Args:
             input_ids: int64 [b, s], each below vocab_size.
@@ -109,12 +120,20 @@ class GPTModel(torch.nn.Module):
             labels: int64 [b, s], the token that follows each input.
             document_ids: int64 [b, s], equal inside a document; attention stays inside documents. Default: a row is one.
             inference_context: key/value cache; then input_ids are the new tokens and position_ids is required.
+            hidden: what the part before gave, [s, b, h], [s/tp, b, h] with sequence parallelism; only for a part without embedding.
 
         Returns logits [b, s, vocab_size] in the model's dtype without labels, else losses [b, s] in nats, fp32 (fp64 for an
         fp64 model), neither masked nor reduced.
         """
-        batch = self._batch_inputs(input_ids, position_ids, document_ids, inference_context)
-        hidden = self.decoder(self.embedding(input_ids, position_ids), batch)
+        assert (hidden is None) == self.pre_process, "the first part takes tokens, the others take hidden states"
+        self._check_inputs(input_ids, position_ids, document_ids, inference_context)
+        if hidden is None:
+            assert isinstance(self.embedding, GPTEmbedding)
+            hidden = self.embedding(input_ids, position_ids)
+        batch = self._batch_inputs(input_ids, position_ids, document_ids, inference_context, hidden.dtype)
+        hidden = self.decoder(hidden, batch)
+        if not self.post_process:
+            return hidden
         logits = self._logits(hidden)
         if labels is None:
             logits = gather_from_tensor_model_parallel_region(logits, self.groups.tp)
@@ -133,13 +152,27 @@ class GPTModel(torch.nn.Module):
         """[s, b, h], [s/tp, b, h] with sequence parallelism -> this rank's columns [s, b, padded vocabulary / tp]."""
         if self.output_layer is not None:
             return self.output_layer(hidden)
+        assert self.embedding is not None
         return linear(
             hidden,
             self.embedding.word_embeddings.weight,
             copied_over=self.groups.tp,
             sequence_parallel=self.config.sequence_parallel,
-            fuse_accumulation=False,  # the embedding's gradient is added first: the sums of a model without buffers
+            fuse_accumulation=not self.pre_process,  # else the embedding's gradient is added first: the sums of a model without buffers
         )
+
+    def _check_inputs(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        document_ids: torch.Tensor | None,
+        inference_context: InferenceContext | None,
+    ) -> None:
+        if inference_context is not None and (position_ids is None or document_ids is not None):
+            raise ValueError("with an inference_context pass position_ids, and no document_ids")
+        length = input_ids.size(1)
+        if length > self.max_sequence_length:
+            raise ValueError(f"sequence of {length} tokens, the model has max_position_embeddings={self.max_sequence_length}")
 
     def _batch_inputs(
         self,
@@ -147,13 +180,9 @@ class GPTModel(torch.nn.Module):
         position_ids: torch.Tensor | None,
         document_ids: torch.Tensor | None,
         inference_context: InferenceContext | None,
+        dtype: torch.dtype,
     ) -> BatchInputs:
-        batch_size, length = input_ids.shape
-        device, dtype = input_ids.device, self.embedding.word_embeddings.weight.dtype
-        if inference_context is not None and (position_ids is None or document_ids is not None):
-            raise ValueError("with an inference_context pass position_ids, and no document_ids")
-        if length > self.max_sequence_length:
-            raise ValueError(f"sequence of {length} tokens, the model has max_position_embeddings={self.max_sequence_length}")
+        (batch_size, length), device = input_ids.shape, input_ids.device
         attention = None
         if inference_context is None:
             attention = self.decoder.backend.prepare(batch_size, length, document_ids, device)
@@ -167,19 +196,27 @@ def padded_vocab_size(vocab_size: int, config: TransformerConfig) -> int:
     return math.ceil(vocab_size / unit) * unit
 
 
-def _check_layout(config: TransformerConfig, groups: ProcessGroupCollection, both_ends: bool) -> None:
+def _default_layers(
+    config: TransformerConfig, groups: ProcessGroupCollection, pre_process: bool, post_process: bool
+) -> range:
+    if pre_process and post_process:
+        return range(config.num_layers)
+    if config.pipeline_chunks > 1:
+        raise ConfigError("with several model chunks per pipeline stage pass `layers` (see TransformerConfig.pipeline_parts)")
+    return config.pipeline_parts[groups.rank("pp")].layers
+
+
+def _check_layout(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
     """Raise ConfigError for groups that are not the configuration's, and for axes that this version does not cut the model along."""
-    sizes = {
-        "pipeline_model_parallel_size": max(config.pipeline_model_parallel_size, groups.size("pp")),
-        "context_parallel_size": max(config.context_parallel_size, groups.size("cp")),
-    }
-    problems = [f"{name}={size} is not supported in this version; set it to 1" for name, size in sizes.items() if size > 1]
-    if not both_ends:
-        problems.append("pre_process=False or post_process=False (a pipeline stage) is not supported in this version")
-    if config.tensor_model_parallel_size != groups.size("tp"):
-        problems.append(
-            f"tensor_model_parallel_size={config.tensor_model_parallel_size}, but the tensor-parallel group has "
-            f"{groups.size('tp')} rank(s); pass the same size to initialize_model_parallel"
-        )
+    problems = []
+    cp = max(config.context_parallel_size, groups.size("cp"))
+    if cp > 1:
+        problems.append(f"context_parallel_size={cp} is not supported in this version; set it to 1")
+    for name, axis in (("tensor_model_parallel_size", "tp"), ("pipeline_model_parallel_size", "pp")):
+        if getattr(config, name) != groups.size(axis):
+            problems.append(
+                f"{name}={getattr(config, name)}, but the {axis} group has {groups.size(axis)} rank(s); pass the same size to "
+                "initialize_model_parallel"
+            )
     if problems:
         raise ConfigError("; ".join(problems))

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as data, one executor that runs them, messages between stages."""
