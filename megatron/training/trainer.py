@@ -297,7 +297,7 @@ class Trainer:
         agreed = self._agree(loss_sum, tokens)
         with self._timed("optimizer"):
             success, grad_norm, num_zeros = (False, None, None) if agreed.bad_loss else self.optimizer.step()
-        nan = agreed.bad_loss or (not success and not self.config.parallel.fp16)
+        nan = agreed.bad_loss or (not success and (not self.config.parallel.fp16 or self.optimizer.grad_scaler.spent is not None))
         if nan:
             self._non_finite(loss_sum, grad_norm)
         if success:
@@ -348,11 +348,15 @@ class Trainer:
         own = []
         if not bool(torch.isfinite(loss_sum)):
             own.append(f"loss is {float(loss_sum)}")
-        names = [name for chunk in self.model_chunks for name in chunk.nonfinite_grads()]
+        fp16 = self.config.parallel.fp16
+        names = [name for chunk in self.model_chunks for name in (_reduced_nonfinite(chunk) if fp16 else chunk.nonfinite_grads())]
         if names:
-            own.append(f"gradient of {', '.join(names[:4])}{' and others' if len(names) > 4 else ''} is not finite")
+            reduced = "reduced " if fp16 else ""
+            own.append(f"{reduced}gradient of {', '.join(names[:4])}{' and others' if len(names) > 4 else ''} is not finite")
         reports = gather_texts("; ".join(own) or None)
         summary = f"non-finite loss or gradient at step {step} (gradient norm {grad_norm})"
+        if fp16 and grad_norm is not None:
+            summary += f", and {self.optimizer.grad_scaler.spent}"
         skips = self.state.consecutive_skips + 1
         if self.config.training.nan_policy == "stop":
             fail_together(NonFiniteError, reports, f"{summary}; no weight was changed, nothing was saved")
@@ -529,6 +533,11 @@ class Trainer:
     def _notify(self, event: str, *values: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *values)
+
+
+def _reduced_nonfinite(chunk: DistributedDataParallel) -> list[str]:
+    """Parameters whose gradient is not finite after the reduction, in this rank's part. (An fp16 overflow is not looked for before.)"""
+    return [part.name for part in chunk.valid_grads() if not bool(part.grad.isfinite().all())]
 
 
 def _without_layer_numbers(names: Sequence[str]) -> list[str]:

@@ -11,12 +11,16 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 
 class MegatronGradScaler(ABC):
-    """The factor on the loss, kept on every rank alike."""
+    """The factor on the loss, kept on every rank alike.
+
+    spent: after an overflow that no smaller scale will follow, why none will; else None.
+    """
 
     def __init__(self, initial_scale: float) -> None:
         if initial_scale <= 0.0:
             raise ConfigError(f"the initial loss scale must be greater than 0, got {initial_scale:g}")
         self.value = float(initial_scale)
+        self.spent: str | None = None
 
     @property
     def scale(self) -> torch.Tensor:
@@ -46,6 +50,7 @@ class ConstantGradScaler(MegatronGradScaler):
 
     def update(self, found_inf: bool) -> None:
         """Nothing to adapt."""
+        self.spent = f"the loss scale is constant (loss_scale={self.value:g})" if found_inf else None
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing to keep."""
@@ -84,10 +89,13 @@ class DynamicGradScaler(MegatronGradScaler):
 
     def update(self, found_inf: bool) -> None:
         """Adapt the scale."""
+        self.spent = None
         if found_inf:
             self._growth_tracker = 0
             self._hysteresis_tracker -= 1
             if self._hysteresis_tracker <= 0:
+                if self.value <= self.min_scale:
+                    self.spent = f"the loss scale is at its minimum (min_loss_scale={self.min_scale:g})"
                 self.value = max(self.value * self.backoff_factor, self.min_scale)
             return
         self._growth_tracker += 1

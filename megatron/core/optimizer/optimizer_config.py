@@ -45,9 +45,9 @@ class OptimizerConfig:
         None, exclusive_minimum=0, help="Static loss scale for fp16; default: dynamic scaling."
     )
     initial_loss_scale: float = config_field(2.0**32, exclusive_minimum=0, help="First dynamic loss scale.")
-    min_loss_scale: float = config_field(1.0, exclusive_minimum=0, help="Smallest dynamic loss scale.")
+    min_loss_scale: float = config_field(1.0, exclusive_minimum=0, help="Smallest dynamic loss scale; an overflow there is a non-finite gradient (nan_policy).")
     loss_scale_window: int = config_field(1000, minimum=1, unit="steps", help="Steps without overflow before the scale doubles.")
-    hysteresis: int = config_field(2, minimum=1, unit="steps", help="Overflows tolerated before the scale halves.")
+    hysteresis: int = config_field(2, minimum=1, unit="steps", help="Overflows since the last doubling from which on each one halves the scale.")
     adam_beta1: float = config_field(0.9, minimum=0, exclusive_maximum=1, help="First moment's decay.")
     adam_beta2: float = config_field(0.999, minimum=0, exclusive_maximum=1, help="Second moment's decay.")
     adam_eps: float = config_field(1e-8, minimum=0, help="Added to Adam's denominator.")

@@ -65,7 +65,8 @@ class TrainingConfig(Section):
     nan_policy: str = config_field(
         "stop",
         choices=("stop", "skip"),
-        help="A non-finite loss or gradient: stop every rank with an error, or skip the step on every rank alike.",
+        help="A non-finite loss or gradient: stop every rank with an error, or skip the step on every rank alike. In fp16 only if "
+        "no smaller loss scale can follow: at min_loss_scale, or with a constant loss_scale.",
     )
     max_consecutive_skips: int = config_field(
         20, minimum=1, unit="steps", help="With nan_policy=skip: stop after this many skipped steps in a row."
