@@ -1,7 +1,7 @@
 """Collectives over a process group: the same numbers on every backend, in every run.
 
 - `mean` is a true mean everywhere (gloo has none of its own: the sum is divided here).
-- On CPU reduce-scatter and all-gather are exchanges of point-to-point messages, which move fewer bytes than gloo's own. Every
+- On CPU reduce-scatter, all-gather and all-to-all are exchanges of point-to-point messages, which move fewer bytes than gloo's own. Every
   rank receives its chunk from each peer and adds the chunks up **in rank order and in fp32**, so that a result depends
   neither on timing nor on whether it came from a reduce-scatter or an all-reduce:
 
@@ -154,6 +154,31 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: Group, async_op
     return _started(_Native(handle, None, 1.0), async_op)
 
 
+def all_to_all(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_sizes: Sequence[int],
+    input_sizes: Sequence[int],
+    group: Group,
+    async_op: bool = False,
+) -> Work | None:
+    """Send the p-th part of `input` to each rank p, and receive `output`'s p-th part from it.
+
+    Args:
+        output, input: 1-D, contiguous, one dtype; both must live until the work is waited for.
+        output_sizes, input_sizes: elements of the parts, one per rank, 0 included; what p sends to q is what q expects of p.
+    """
+    size, rank = group_size(group), group_rank(group)
+    assert len(output_sizes) == len(input_sizes) == size, (output_sizes, input_sizes, size)
+    assert output_sizes[rank] == input_sizes[rank], (output_sizes, input_sizes, rank)
+    if size > 1 and output.device.type != "cpu":
+        handle = dist.all_to_all_single(output, input, list(output_sizes), list(input_sizes), group=group, async_op=True)
+        return _started(_Native(handle, None, 1.0), async_op)
+    incoming, outgoing = output.split(list(output_sizes)), input.split(list(input_sizes))
+    incoming[rank].copy_(outgoing[rank])
+    return _started(_AllToAll(incoming, outgoing, group) if size > 1 else _Finished(None), async_op)
+
+
 def broadcast(tensor: torch.Tensor, group: Group, group_src: int = 0) -> None:
     """Copy `tensor` of the group's rank `group_src` to all ranks, in place."""
     if group_size(group) > 1:
@@ -251,6 +276,19 @@ class _AllGather:
 
     def __init__(self, chunks: list[torch.Tensor], group: Group) -> None:
         self.handles = _exchange([chunks[group_rank(group)]] * len(chunks), chunks, group)
+
+    def wait(self, scale: float | torch.Tensor | None = None) -> None:
+        assert scale is None
+        for handle in self.handles:
+            handle.wait()
+
+
+class _AllToAll:
+    """Messages of any length to and from each peer."""
+
+    def __init__(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor], group: Group) -> None:
+        self.outgoing = outgoing  # must live until they are sent
+        self.handles = _exchange(outgoing, incoming, group)
 
     def wait(self, scale: float | torch.Tensor | None = None) -> None:
         assert scale is None

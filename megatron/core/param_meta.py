@@ -22,6 +22,8 @@ class ParamMeta:
     logical_shape: global shape without vocabulary padding; None = the tensor's own shape.
     tp_blocks: equal blocks along tp_dim that are each split for themselves; 2 for a gated fc1, whose ranks hold
         [part of gate; part of up].
+    is_table: rows are looked up, not multiplied (positions); with the embedding and the output layer it is no matrix to Muon.
+    qkv_rows: rows of query, key and value in each group of a packed projection, whose rows are such groups.
     """
 
     tp_dim: int | None = None
@@ -32,6 +34,8 @@ class ParamMeta:
     weight_decay: bool | None = None
     logical_shape: tuple[int, ...] | None = None
     tp_blocks: int = 1
+    is_table: bool = False
+    qkv_rows: tuple[int, int, int] | None = None
 
 
 _DEFAULT = ParamMeta()

@@ -8,7 +8,8 @@ import torch
 from megatron.core.datasets.gpt_dataset import SPLITS, build_gpt_datasets
 from megatron.core.distributed.param_layout import BufferLayout, ParamSpec, plan_buffer
 from megatron.core.errors import ConfigError
-from megatron.core.optimizer.update_rules import state_names
+from megatron.core.optimizer.shard_map import pack_states
+from megatron.core.optimizer.update_rules import rule_name, state_names
 from megatron.core.param_meta import param_meta
 from megatron.core.pipeline_parallel.schedule_plan import build_plan, check_plan, part_of, time_plan
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -96,7 +97,7 @@ def _length(config: RunConfig, plan: TrainingPlan) -> list[str]:
 
 
 def _memory(config: RunConfig, chunks: list[torch.nn.Module], dp: int) -> list[str]:
-    """Model state of a rank in bytes, and bytes that it sends per step over data parallelism (ring: (d-1)/d of a buffer each)."""
+    """Model state in bytes of the data-parallel rank that holds most, and bytes that it sends per step over data parallelism (ring: (d-1)/d of a buffer each)."""
     params = [p for chunk in chunks for p in chunk.parameters()]
     sharded = config.ddp.use_distributed_optimizer
     layouts = [_layout(chunk, config, dp) for chunk in chunks]
@@ -105,13 +106,13 @@ def _memory(config: RunConfig, chunks: list[torch.nn.Module], dp: int) -> list[s
     padded, unpadded = sum(layout.numel for layout in layouts), sum(layout.numel_unpadded for layout in layouts)
     owned = padded // dp if sharded else unpadded  # elements whose optimizer state this rank keeps
     frozen = sum(p.numel() for p in params if not p.requires_grad)
-    moments = len(state_names(config.optimizer, config.optimizer.optimizer))
+    moments = sum(_state_elements(chunk, layout, config, dp) for chunk, layout in zip(chunks, layouts, strict=True))
     states = {
         "params": ((padded if sharded else unpadded) + frozen) * param_size,
         "grads": padded * grad_size,
         "main params": 0 if param_size == 4 else owned * 4,
         "main grads": 0 if grad_size == 4 else (owned if sharded else padded) * 4,  # the plain optimizer copies the whole buffer
-        "moments": moments * owned * 4,
+        "moments": 4 * moments,
     }
     wire = (dp - 1) / dp
     traffic = wire * padded * (grad_size + param_size) if sharded else 2 * wire * padded * grad_size
@@ -123,6 +124,26 @@ def _memory(config: RunConfig, chunks: list[torch.nn.Module], dp: int) -> list[s
         f"communication per rank and step: {int(traffic):,} bytes sent "
         + ("(reduce-scatter of gradients, all-gather of parameters)" if sharded else "(all-reduce of gradients)"),
     ]
+
+
+def _state_elements(chunk: torch.nn.Module, layout: BufferLayout, config: RunConfig, dp: int) -> int:
+    """Elements of optimizer state beside main params, on the data-parallel rank that holds most."""
+    optimizer = config.optimizer
+    trained = [(name, p) for name, p in chunk.named_parameters() if p.requires_grad]
+    names = [state_names(optimizer, rule_name(optimizer, param)) for _, param in trained]
+    if not optimizer.use_distributed_optimizer:
+        return sum(param.numel() * len(own) for (_, param), own in zip(trained, names, strict=True))
+    if optimizer.optimizer != "muon":  # one rule: the states lie like the shards
+        return layout.numel // dp * len(state_names(optimizer, optimizer.optimizer))
+    return max(_packed_elements(layout, names, rank, dp) for rank in range(dp))
+
+
+def _packed_elements(layout: BufferLayout, names: list[tuple[str, ...]], rank: int, dp: int) -> int:
+    total = 0
+    for bucket in layout.buckets:
+        held = {index: layout.params[index].intersection(bucket.shard(rank, dp)) for index in bucket.params}
+        total += sum(pack_states(held, dict(enumerate(names)))[1].values())
+    return total
 
 
 def _layout(chunk: torch.nn.Module, config: RunConfig, dp: int) -> BufferLayout:

@@ -24,6 +24,7 @@ LEVELS: dict[str, int] = {
     "megatron.core.timers": 1,
     "megatron.core.num_microbatches_calculator": 1,
     "megatron.core.distributed.param_layout": 1,
+    "megatron.core.optimizer.matrix_owners": 1,
     "megatron.core.optimizer.shard_map": 1,
     "megatron.core.datasets.sampler": 1,
     "megatron.core.datasets.index_helpers": 1,

@@ -54,3 +54,13 @@ def test_bytes_of_each_pipeline_stage(tmp_path: pathlib.Path) -> None:
     stages = [foretold(flags, 4, stage) for stage in range(2)]
     assert run_distributed(held, 4, flags) == [stages[0], stages[0], stages[1], stages[1]]
     assert stages[0] != stages[1]
+
+
+def test_bytes_of_muon_are_those_of_the_fullest_rank(tmp_path: pathlib.Path) -> None:
+    write_d0(str(tmp_path / "d0"))
+    for sharded, options in ((None, {}), (True, {}), (True, {"muon_scalar_optimizer": "lion", "bf16": True})):
+        flags = t0_flags(
+            data_path=str(tmp_path / "d0"), ddp_bucket_size=5000, use_distributed_optimizer=sharded, optimizer="muon", **options
+        )
+        ranks = run_distributed(held, 2, flags)
+        assert max(ranks, key=lambda rank: rank["moments"]) == foretold(flags, 2)

@@ -39,19 +39,63 @@ def lion(p, g, state, step, o):
     return p - o["lr"] * update
 
 
-RULES = {"adam": adam, "sgd": sgd, "lion": lion}
+def polynomial_of_singular_values(matrix, triples):
+    """U p(S) V^T for the composition p of x -> a x + b x^3 + c x^5: what the Newton-Schulz iteration computes, by the SVD."""
+    u, s, vt = torch.linalg.svd(matrix / matrix.norm().clamp_min(1e-7), full_matrices=False)
+    for a, b, c in triples:
+        s = a * s + b * s**3 + c * s**5
+    return u @ torch.diag(s) @ vt
 
 
-def train(params, grads, options, rule_of=None, decays=lambda p: p.dim() >= 2, lr_of=lambda name: 1.0):
+NEWTON_SCHULZ = {
+    "simple": [(3.4445, -4.7750, 2.0315)],
+    "quintic": [
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ],
+}
+
+
+def muon(p, g, state, step, o):
+    """Jordan et al., 2024, with decoupled weight decay. Option qkv_rows: a packed projection's rows of query, key, value per group."""
+    mu = o.get("muon_momentum", 0.95)
+    m = state["momentum_buffer"] = mu * state.get("momentum_buffer", torch.zeros_like(p)) + (1 - mu) * g
+    u = mu * m + (1 - mu) * g if o.get("muon_nesterov") else m
+    triples = NEWTON_SCHULZ[o.get("muon_coefficient_type", "quintic")]
+    triples = triples * (o.get("muon_num_ns_steps", 5) // len(triples))
+
+    def scaled(matrix):
+        rows, cols = matrix.shape
+        mode = o.get("muon_scale_mode", "spectral")
+        scale = {"spectral": max(rows, cols), "shape_scaling": max(1, rows / cols), "unit_rms_norm": rows / cols}[mode] ** 0.5
+        return scale * o.get("muon_extra_scale_factor", 1.0) * polynomial_of_singular_values(matrix, triples)
+
+    if o.get("qkv_rows") and o.get("muon_split_qkv", True):
+        kinds = torch.tensor([i for i, n in enumerate(o["qkv_rows"]) for _ in range(n)]).repeat(len(p) // sum(o["qkv_rows"]))
+        update = torch.zeros_like(p)
+        for kind in range(3):
+            update[kinds == kind] = scaled(u[kinds == kind])
+    else:
+        update = scaled(u)
+    return p - o["lr"] * o["weight_decay"] * p - o["lr"] * update
+
+
+RULES = {"muon": muon, "adam": adam, "sgd": sgd, "lion": lion}
+
+
+def train(params, grads, options, rule_of=None, decays=lambda p: p.dim() >= 2, lr_of=lambda name: 1.0, extra=lambda name: {}):
     """Values of all parameters after one step per element of `grads`.
 
     params: name -> tensor. grads: a name -> tensor per step. options: of OptimizerConfig. rule_of(name): the rule's name. lr_of(name):
-    factor on the learning rate.
+    factor on the learning rate. extra(name): options of one parameter.
     """
     params, states = dict(params), {name: {} for name in params}
     for step, gradient in enumerate(grads, start=1):
         for name, p in params.items():
-            o = {"weight_decay": 0.01, **options}
+            o = {"weight_decay": 0.01, **options, **extra(name)}
             o["lr"] *= lr_of(name)
             if not decays(p):
                 o["weight_decay"] = 0.0

@@ -79,12 +79,16 @@ def torch_adam(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: 
 
 
 def _transformer_engine_fused_adam() -> tuple[type[Any] | None, str | None]:
-    """(transformer_engine's FusedAdam, None), or (None, reason)."""
+    """(transformer_engine's FusedAdam, None), or (None, reason). The kernel itself is tried by constructing it on one CUDA element."""
     if not torch.cuda.is_available():
         return None, "Transformer Engine's FusedAdam needs a CUDA device"
     found = probe("transformer_engine.pytorch.optimizers")
     if found.module is None:
         return None, f"transformer_engine: {found.reason}"
+    try:
+        found.module.FusedAdam([torch.nn.Parameter(torch.zeros(1, device="cuda"))])
+    except Exception as error:
+        return None, f"transformer_engine: {type(error).__name__}: {error}"
     return found.module.FusedAdam, None
 
 

@@ -25,7 +25,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 from megatron.core.distributed.param_layout import Range
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.optimizer.distrib_optimizer_state import cut_params, gather_flat, logical_tensor, scatter_flat
-from megatron.core.optimizer.optimizer import WIDE_DTYPES, MainParam, MegatronOptimizer, UpdateUnit, norm_ranges
+from megatron.core.optimizer.optimizer import WIDE_DTYPES, MainParam, MegatronOptimizer, UpdateUnit, main_dtype, norm_ranges
 from megatron.core.optimizer.shard_map import build_shard_map, pack_states
 from megatron.core.param_meta import ParamMeta, param_meta
 
@@ -80,9 +80,20 @@ class DistributedOptimizer(MegatronOptimizer):
                     self._group_of[param],
                 )
             )
+        self._add_matrices(unit, buffer, bucket)
         counted = [ranges["gbuf_local"] for param, ranges in shard_map.items() if self._counts(param)]
         expert = any(param_meta(param).is_expert for param in bucket.params_list)
         (unit.expert if expert else unit.dense).extend(grad[held.slice()] for held in norm_ranges(counted))
+
+    def _add_matrices(self, unit: UpdateUnit, buffer: _ParamAndGradBuffer, bucket: _ParamAndGradBucket) -> None:
+        """What each rank holds of the bucket's matrices for Muon."""
+        shards = [buffer.shard_range(bucket.bucket_id, rank) for rank in range(buffer.data_parallel_world_size)]
+        mains = {main.param: main for main in unit.main_params}
+        for param in bucket.params_list:
+            if self._group_of[param]["optimizer"] == "muon":
+                start, end, _ = buffer.param_index_map[param]
+                held = [shard.intersection(Range(start, end)).shifted(-start) for shard in shards]
+                unit.matrices.append(self._shared_matrix(param, mains.get(param), held))
 
     def _allocate_states(
         self, main: torch.Tensor, held: Mapping[torch.nn.Parameter, Range]
@@ -289,8 +300,7 @@ class DistributedOptimizer(MegatronOptimizer):
         shard_map = self._build_model_gbuf_range(buffer, bucket.bucket_id)["param_map"]
         values = {main.param: self._tensors_of(main) for main in self.main_params() if main.param in shard_map}
         size = buffer.shard_range(bucket.bucket_id, 0).size
-        dtype = buffer.param_dtype if buffer.param_dtype in WIDE_DTYPES else torch.float32
-        shard = torch.zeros(size, dtype=dtype, device=bucket.grad_data.device)
+        shard = torch.zeros(size, dtype=main_dtype(bucket.params_list[0]), device=bucket.grad_data.device)
         pairs = [
             (shard[shard_map[param]["gbuf_local"].slice()], tensors[key]) for param, tensors in values.items() if key in tensors
         ]

@@ -9,6 +9,7 @@ finite - the update, unit by unit, with loss scale and clip factor applied insid
 
 import dataclasses
 import functools
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,9 @@ from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, sum_of_squares
 from megatron.core.optimizer.distrib_optimizer_state import Replication, logical_tensor
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler, build_grad_scaler
+from megatron.core.optimizer.matrix_owners import plan_rounds
+from megatron.core.optimizer.matrix_round import MatrixRound, SharedMatrix
+from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import (
     Condition,
@@ -32,7 +36,7 @@ from megatron.core.optimizer.param_groups import (
     group_scalars,
     load_group_scalars,
 )
-from megatron.core.optimizer.update_rules import UpdateRule, build_update_rules
+from megatron.core.optimizer.update_rules import Rule, UpdateRule, build_update_rules
 from megatron.core.param_meta import ParamMeta, param_meta
 
 STATE_FORMAT = "megadlms optimizer shard 1"
@@ -63,7 +67,8 @@ class UpdateUnit:
 
     grad_copies, param_copies: (to, from) pairs that carry gradients into fp32 before the norm, and main params into the model
     after the update. dense, expert: flat gradients that this rank adds to the norm. bucket_group: whose gather follows.
-    flats: per bucket, name -> this rank's flat memory (main_param and states).
+    flats: per bucket, name -> this rank's flat memory (main_param and states). matrices: those that Muon updates, held by this
+    rank or not; the other main params are updated here.
     """
 
     main_params: list[MainParam]
@@ -73,6 +78,7 @@ class UpdateUnit:
     expert: list[torch.Tensor]
     bucket_group: _ParamAndGradBucketGroup | None = None
     flats: list[dict[str, torch.Tensor]] = dataclasses.field(default_factory=list)
+    matrices: list[SharedMatrix] = dataclasses.field(default_factory=list)
 
     def copy_grads(self) -> None:
         """16-bit gradients -> fp32."""
@@ -85,9 +91,10 @@ class UpdateUnit:
             target.copy_(source)
 
     def update(self, rules: Mapping[str, UpdateRule], divisor: float) -> None:
-        """One step of its rule on every main param, group by group."""
+        """One step of its rule on every main param that has one of `rules`, group by group."""
         for group, mains, grads, states in self._by_group:
-            rules[group["optimizer"]].update(mains, grads, states, group, divisor)
+            if group["optimizer"] in rules:
+                rules[group["optimizer"]].update(mains, grads, states, group, divisor)
 
     @functools.cached_property
     def _by_group(self) -> list[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor], dict[str, list[torch.Tensor]]]]:
@@ -138,7 +145,7 @@ class MegatronOptimizer(ABC):
         self._steps = 0  # updates so far, also of a stage without parameters
         named = [(name, param) for chunk in self.model_chunks for param, name in chunk.param_to_name.items()]
         self.device = named[0][1].device if named else torch.device("cpu")
-        self.rules: dict[str, UpdateRule] = build_update_rules(config, self.device)
+        self.rules: dict[str, Rule] = build_update_rules(config, self.device)
         self._param_groups, self._group_of = build_param_groups(
             config,
             named,
@@ -148,12 +155,35 @@ class MegatronOptimizer(ABC):
             lr_mult=lr_mult,
         )
         self.units: list[UpdateUnit] = self._build_units()
+        self._rounds = self._plan_rounds()
         for main in self.main_params():
             main.group["params"].append(main.main)
 
     @abstractmethod
     def _build_units(self) -> list[UpdateUnit]:
         """Main params and states of this rank, in the order of the updates."""
+
+    def _plan_rounds(self) -> list[tuple[MatrixRound | None, list[UpdateUnit]]]:
+        """Units that are updated together, because their matrices are orthogonalised together; without any, one after the other."""
+        muon = self.rules.get("muon")
+        rounds: list[tuple[MatrixRound | None, list[UpdateUnit]]] = []
+        for group, run in itertools.groupby(self.units, key=lambda unit: None if unit.bucket_group is None else unit.bucket_group.group):
+            units = list(run)
+            for part in plan_rounds([[matrix.cost for matrix in unit.matrices] for unit in units], collectives.group_size(group)):
+                members = units[part.start : part.stop]
+                matrices = [matrix for unit in members for matrix in unit.matrices]
+                rounds.append((MatrixRound(muon, matrices, group) if isinstance(muon, Muon) and matrices else None, members))
+        return rounds
+
+    def _shared_matrix(self, param: torch.nn.Parameter, main: MainParam | None, held: Sequence[Range]) -> SharedMatrix:
+        """A matrix for Muon. main: this rank's part. held: each rank's elements."""
+        meta = param_meta(param)
+        split = meta.tp_dim is not None and self.config.muon_tp_mode == "duplicated"
+        tp = (self.groups.expt_tp if meta.is_expert else self.groups.tp) if split else None
+        tp = tp if collectives.group_size(tp) > 1 else None
+        nothing = param.new_empty(0, dtype=main_dtype(param))
+        own = (nothing,) * 3 if main is None else (main.main, main.grad, main.state["momentum_buffer"])
+        return SharedMatrix(param, tuple(held), *own, group=self._group_of[param], tp_group=tp)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -232,10 +262,17 @@ class MegatronOptimizer(ABC):
         self._steps += 1
         for group in self._param_groups:
             group["step"] += 1
-        for unit in self.units:
-            unit.update(self.rules, divisor)
-            unit.copy_params()
-            self._after_unit(unit)
+        elementwise = {name: rule for name, rule in self.rules.items() if isinstance(rule, UpdateRule)}
+        for matrices, units in self._rounds:
+            if matrices is not None:
+                matrices.start(divisor)
+            for unit in units:
+                unit.update(elementwise, divisor)
+            if matrices is not None:
+                matrices.finish()
+            for unit in units:
+                unit.copy_params()
+                self._after_unit(unit)
         self._after_update()
 
     def _after_unit(self, unit: UpdateUnit) -> None:
@@ -430,6 +467,8 @@ class _WholeParamOptimizer(MegatronOptimizer):
             state = {name: torch.zeros_like(main) for name in self.state_names_of(param)[1:]}
             name, group = buffer.param_to_name[param], self._group_of[param]
             unit.main_params.append(MainParam(name, param, 0, main, grads[start:end], state, group))
+            if group["optimizer"] == "muon":
+                unit.matrices.append(self._shared_matrix(param, unit.main_params[-1], [Range(0, param.numel())]))
             if self._counts(param):
                 counted.append(Range(start, end))
         expert = any(param_meta(param).is_expert for param in buffer.params)
@@ -563,6 +602,11 @@ class ChainedOptimizer:
                     raise CheckpointError(f"{name} belongs to two of the chained optimizers; give their models distinct names")
                 merged[name] = tensor
         return merged
+
+
+def main_dtype(param: torch.Tensor) -> torch.dtype:
+    """dtype of a parameter's main param."""
+    return param.dtype if param.dtype in WIDE_DTYPES else torch.float32
 
 
 def norm_ranges(ranges: Iterable[Range]) -> list[Range]:

@@ -8,6 +8,8 @@ import torch
 from megatron.core.config_field import config_field, field_violations
 from megatron.core.errors import ConfigError
 
+# Iterations after which a Newton-Schulz iteration of this kind begins again (the coefficients are in `muon`).
+NEWTON_SCHULZ_PERIODS = {"simple": 1, "quintic": 5, "polar_express": 8}
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -16,7 +18,10 @@ class OptimizerConfig:
     """Section `optimizer` of a run's configuration, and the `config` of `get_megatron_optimizer`."""
 
     optimizer: str = config_field(
-        "adam", choices=("adam", "sgd", "lion"), help="Update rule; adam is AdamW with decoupled_weight_decay, its default."
+        "adam",
+        choices=("adam", "sgd", "lion", "muon"),
+        help="Update rule. adam is AdamW with decoupled_weight_decay, its default; muon is for matrices, and the rest (embedding, "
+        "output layer, vectors) takes muon_scalar_optimizer.",
     )
     optimizer_backend: str = config_field(
         "auto",
@@ -54,6 +59,42 @@ class OptimizerConfig:
     sgd_momentum: float = config_field(0.9, minimum=0, exclusive_maximum=1, help="SGD's momentum.")
     lion_beta1: float = config_field(0.95, minimum=0, exclusive_maximum=1, help="Lion's interpolation of momentum and gradient, whose sign is taken.")
     lion_beta2: float = config_field(0.98, minimum=0, exclusive_maximum=1, help="Decay of Lion's momentum.")
+    muon_momentum: float = config_field(0.95, minimum=0, exclusive_maximum=1, help="Muon's momentum.")
+    muon_nesterov: bool = config_field(
+        False, aliases=("muon_use_nesterov",), const_flags={"--muon-use-nesterov": True}, help="Nesterov's momentum in Muon."
+    )
+    muon_num_ns_steps: int = config_field(5, minimum=1, maximum=100, help="Newton-Schulz iterations.")
+    muon_coefficient_type: str = config_field(
+        "quintic",
+        choices=tuple(NEWTON_SCHULZ_PERIODS),
+        help="Newton-Schulz coefficients; quintic needs a multiple of 5 iterations, polar_express a multiple of 8.",
+    )
+    muon_scale_mode: str = config_field(
+        "spectral",
+        choices=("spectral", "shape_scaling", "unit_rms_norm"),
+        help="Scale of an orthogonalised update: sqrt(max(rows, cols)), sqrt(max(1, rows/cols)) or sqrt(rows/cols).",
+    )
+    muon_extra_scale_factor: float = config_field(
+        1.0, exclusive_minimum=0, help="Further factor on it; 0.2 with spectral gives the size of AdamW's updates."
+    )
+    muon_fp32_matmul_prec: str = config_field(
+        "medium",
+        choices=("medium", "high", "highest"),
+        help="Precision of the Newton-Schulz products: bf16, TF32 (CUDA) or the main params' own.",
+    )
+    muon_split_qkv: bool = config_field(
+        True,
+        negative_flag="--muon-no-split-qkv",
+        help="Orthogonalise query, key and value of the packed projection each for itself.",
+    )
+    muon_tp_mode: str = config_field(
+        "blockwise",
+        choices=("blockwise", "duplicated"),
+        help="Matrices that tensor parallelism splits: orthogonalise each rank's block for itself, or gather the whole matrix.",
+    )
+    muon_scalar_optimizer: str = config_field(
+        "adam", choices=("adam", "lion"), help="Rule of the parameters that Muon is not for."
+    )
     clip_grad: float = config_field(1.0, minimum=0, help="Global L2 norm to which gradients are clipped; 0 = off.")
     log_num_zeros_in_grad: bool = config_field(False, help="Count and log zeros in the gradient.")
     use_distributed_optimizer: bool = config_field(
@@ -80,6 +121,12 @@ class OptimizerConfig:
             problems.append(f"min_lr={self.min_lr:g} is above lr={self.lr:g}; min_lr must be at most lr")
         if self.overlap_param_gather_with_optimizer_step and not self.use_distributed_optimizer:
             problems.append("overlap_param_gather_with_optimizer_step=True needs use_distributed_optimizer=True")
+        period = NEWTON_SCHULZ_PERIODS.get(self.muon_coefficient_type, 1)
+        if self.muon_num_ns_steps % period:
+            problems.append(
+                f"muon_num_ns_steps={self.muon_num_ns_steps} must be a multiple of {period} with muon_coefficient_type="
+                f"{self.muon_coefficient_type}"
+            )
         if not self.decoupled_weight_decay and self.optimizer != "adam":
             problems.append(
                 f"decoupled_weight_decay=False is only used with optimizer=adam, got {self.optimizer}; leave it True"

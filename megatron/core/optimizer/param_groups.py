@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.update_rules import UpdateRule, rule_name
+from megatron.core.optimizer.update_rules import Rule, rule_name
 from megatron.core.param_meta import decays, param_meta
 
 Condition = Callable[[str, torch.nn.Parameter], bool]
@@ -23,7 +23,7 @@ _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "opt
 def build_param_groups(
     config: OptimizerConfig,
     named_params: Iterable[tuple[str, torch.nn.Parameter]],
-    rules: Mapping[str, UpdateRule],
+    rules: Mapping[str, Rule],
     *,
     no_weight_decay_cond: Condition | None = None,
     scale_lr_cond: Condition | None = None,
@@ -103,9 +103,11 @@ def load_group_scalars(groups: Iterable[dict[str, Any]], saved: Iterable[Mapping
 
 def describe_param_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Names by treatment, for printing: decayed, not decayed, and those with a learning rate of their own."""
-    listed: dict[str, list[str]] = {"decayed": [], "not decayed": [], "separate learning rate": []}
+    listed: dict[str, list[str]] = {"decayed": [], "not decayed": [], "separate learning rate": [], "orthogonalised": []}
     for group in groups:
         listed["decayed" if group["wd_mult"] else "not decayed"] += group["param_names"]
         if group["is_decoupled_lr"] or group["lr_mult"] != 1.0:
             listed["separate learning rate"] += group["param_names"]
+        if group["optimizer"] == "muon":
+            listed["orthogonalised"] += group["param_names"]
     return listed

@@ -1,21 +1,23 @@
 """Update rules on lists of flat tensors, element by element: Adam, SGD, Lion. The state's layout doesn't depend on the kernel.
 
-A parameter's rule is chosen by `rule_name`; `OptimizerConfig.optimizer` names it.
+`rule_name` chooses a parameter's rule, as `OptimizerConfig.optimizer` says. Muon works on whole matrices: see `matrix_round`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from megatron.core.backends.fused_adam import AdamArguments, choose_adam_kernel
+from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.param_meta import param_meta
 
 _BATCH = 1 << 16  # elements that several kernels in a row work on, so that they stay in the cache
 
 
-class UpdateRule(Protocol):
-    """How main params follow from gradients. Its states are zero at first."""
+class Rule(Protocol):
+    """What a rule keeps; its states are zero at first."""
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -25,6 +27,11 @@ class UpdateRule(Protocol):
     def hyperparameters(self) -> dict[str, Any]:
         """JSON-able entries for each parameter group."""
         ...
+
+
+@runtime_checkable
+class UpdateRule(Rule, Protocol):
+    """How main params follow from gradients, element by element."""
 
     def update(
         self,
@@ -157,23 +164,27 @@ def _batches(*lists: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor
 
 def rule_name(config: OptimizerConfig, param: torch.Tensor) -> str:
     """Which of `build_update_rules` updates the parameter."""
-    return config.optimizer
+    if config.optimizer != "muon":
+        return config.optimizer
+    meta = param_meta(param)
+    table = meta.is_embedding_or_output or meta.shared_embedding or meta.is_table
+    return "muon" if param.dim() == 2 and not table else config.muon_scalar_optimizer
 
 
 def state_names(config: OptimizerConfig, rule: str) -> tuple[str, ...]:
     """What a rule keeps beside the main params, one value per element each."""
     if rule == "sgd":
         return ("momentum_buffer",) if config.sgd_momentum else ()
-    return {"adam": Adam.state_names, "lion": Lion.state_names}[rule]
+    return {"adam": Adam.state_names, "lion": Lion.state_names, "muon": Muon.state_names}[rule]
 
 
-def build_update_rules(config: OptimizerConfig, device: torch.device) -> dict[str, UpdateRule]:
+def build_update_rules(config: OptimizerConfig, device: torch.device) -> dict[str, Rule]:
     """The rules that `config.optimizer` (checked there) needs, by name."""
-    rules: dict[str, UpdateRule] = {}
-    if config.optimizer == "adam":
-        rules["adam"] = Adam(config, device)
-    elif config.optimizer == "lion":
-        rules["lion"] = Lion(config)
-    else:
-        rules["sgd"] = SGD(config)
-    return rules
+    names = ("muon", config.muon_scalar_optimizer) if config.optimizer == "muon" else (config.optimizer,)
+    makers: dict[str, Callable[[], Rule]] = {
+        "adam": lambda: Adam(config, device),
+        "sgd": lambda: SGD(config),
+        "lion": lambda: Lion(config),
+        "muon": lambda: Muon(config),
+    }
+    return {name: makers[name]() for name in names}

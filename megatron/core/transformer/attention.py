@@ -13,6 +13,7 @@ from megatron.core.backends.attention_choice import choose_attention_backend
 from megatron.core.backends.base import AttentionBackend, visible
 from megatron.core.backends.torch_backend import masked_attention
 from megatron.core.param_init import InitRule
+from megatron.core.param_meta import ParamMeta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, divide
 from megatron.core.tensor_parallel.random import rng_fork
@@ -46,6 +47,7 @@ class SelfAttention(torch.nn.Module):
             rule=InitRule(std=config.init_method_std),
             bias=config.add_bias_linear or config.add_qkv_bias,
             sequence_parallel=config.sequence_parallel,
+            weight_meta=ParamMeta(tp_dim=0, qkv_rows=(self.heads_per_group * self.head_dim, self.head_dim, self.head_dim)),
             **common,
         )
         if config.qk_layernorm:

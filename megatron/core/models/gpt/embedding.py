@@ -20,7 +20,7 @@ class LearnedPositions(torch.nn.Module):
         self.weight = new_parameter(
             (max_sequence_length, config.hidden_size),
             rule=InitRule(std=config.init_method_std),
-            meta=ParamMeta(),
+            meta=ParamMeta(is_table=True),
             dtype=config.params_dtype,
             device=device,
         )

@@ -24,6 +24,9 @@ VALUES: dict[str, Any] = {
     "optimizer.use_precision_aware_optimizer": False,
     "model.attention_softmax_in_fp32": True,
     "optimizer.min_lr": 0.0,
+    "optimizer.decoupled_weight_decay": False,
+    "optimizer.muon_num_ns_steps": 10,
+    "optimizer.muon_coefficient_type": "simple",
 }
 COMPANIONS: dict[str, dict[str, Any]] = {
     "model.group_query_attention": {"num_query_groups": 2},

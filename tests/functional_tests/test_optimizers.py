@@ -1,0 +1,116 @@
+"""Runs with each `--optimizer`: resume, change of the data-parallel size, a checkpoint of another optimizer, the example."""
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.errors import CheckpointError
+from tests.harness.d0 import write_d0
+from tests.harness.distributed import run_distributed
+from tests.harness.jobs import Job, make_trainer, train_job
+from tests.harness.logical import logical_tensors
+from tests.harness.t0 import t0_flags
+from tools.inspect_checkpoint import hashed, open_step
+
+OVERLAP = dict(
+    use_distributed_optimizer=True,
+    overlap_grad_reduce=True,
+    overlap_param_gather=True,
+    overlap_param_gather_with_optimizer_step=True,
+    ddp_bucket_size=5000,
+)
+MUON = dict(optimizer="muon", muon_fp32_matmul_prec="highest")
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adam": dict(no_decoupled_weight_decay=True),
+    "sgd": dict(optimizer="sgd", lr=1e-2),
+    "lion": dict(optimizer="lion"),
+    "muon": MUON,
+}
+STATES = {"adam": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}, "lion": {"exp_avg"}}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """D0 on disk."""
+    prefix = tmp_path_factory.mktemp("d0") / "d0"
+    write_d0(str(prefix))
+    return str(prefix)
+
+
+def run(world_size: int, flags: list[str]) -> list[Job]:
+    """The job on `world_size` ranks; one rank runs in this process."""
+    return [train_job(flags)] if world_size == 1 else run_distributed(train_job, world_size, flags, timeout=120)
+
+
+def hashes(folder: pathlib.Path) -> dict[str, str]:
+    """sha256 of every logical tensor of the newest step."""
+    with open_step(folder) as step:
+        return {name: value for name, value in dict(hashed(step)).items() if not name.startswith("rng.")}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_steps_and_two_resumed_equal_four(data: str, tmp_path: pathlib.Path, optimizer: str) -> None:
+    flags = dict(data_path=data, train_iters=4, eval_iters=0, save_interval=2, **OVERLAP, **OPTIMIZERS[optimizer])
+    whole = run(2, t0_flags(save=str(tmp_path / "a"), **flags))
+    run(2, t0_flags(save=str(tmp_path / "b"), **{**flags, "exit_interval": 2}))
+    resumed = run(2, t0_flags(save=str(tmp_path / "b"), **flags))
+    assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
+    assert whole[0].losses[2:] == resumed[0].losses
+    states = {name.split(".")[1] for name in hashes(tmp_path / "a") if name.startswith("optimizer.")} - {"main_param"}
+    assert states == STATES.get(optimizer, {"momentum_buffer", "exp_avg", "exp_avg_sq"})
+
+
+def loaded(flags: list[str]) -> dict[str, torch.Tensor]:
+    """Logical optimizer values after loading, on each rank."""
+    trainer = make_trainer(flags)
+    trainer.data.close()
+    return logical_tensors(trainer.optimizer.sharded_state_dict(), trainer.groups)
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "muon"])
+def test_another_layout_loads_every_value_and_goes_on(data: str, tmp_path: pathlib.Path, optimizer: str) -> None:
+    flags = dict(data_path=data, eval_iters=0, micro_batch_size=1, **OPTIMIZERS[optimizer])
+    run(2, t0_flags(save=str(tmp_path), train_iters=2, save_interval=2, **flags, **OVERLAP))
+    flags |= dict(load=str(tmp_path), no_load_rng=True, train_iters=4)
+    expected = run_distributed(loaded, 2, t0_flags(**flags, **OVERLAP))[0]
+    assert all(value.any() for name, value in expected.items() if "main_param" not in name)
+    for size, layout in ((1, {}), (4, OVERLAP), (2, {"tensor_model_parallel_size": 2, **OVERLAP})):
+        options = t0_flags(**flags, **layout)
+        (values, *_) = run_distributed(loaded, size, options) if size > 1 else [loaded(options)]
+        assert values.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(values[name], value), (layout, name)
+        losses = run(size, options)[0].losses
+        assert len(losses) == 2 and torch.tensor(losses).isfinite().all()
+
+
+def _refused(flags: list[str]) -> str:
+    with pytest.raises(CheckpointError) as error:
+        train_job(flags)
+    return str(error.value)
+
+
+def test_checkpoint_of_another_optimizer_is_refused_and_its_weights_can_be_taken(data: str, tmp_path: pathlib.Path) -> None:
+    flags = dict(data_path=data, train_iters=1, eval_iters=0, **OVERLAP)
+    before = run(2, t0_flags(save=str(tmp_path / "adam"), save_interval=1, **flags))
+    wanted = {**flags, "load": str(tmp_path / "adam"), "train_iters": 2, **MUON}
+    for text in run_distributed(_refused, 2, t0_flags(**wanted)):
+        assert "--optimizer adam (main_param, exp_avg, exp_avg_sq)" in text
+        assert "--optimizer muon (main_param, momentum_buffer, exp_avg, exp_avg_sq)" in text
+        assert "--no-load-optim" in text
+    after = run(2, t0_flags(**wanted, no_load_optim=True))
+    for name, value in before[0].final.items():
+        assert torch.equal(after[0].initial[name], value), name
+    assert len(after[0].losses) == 1
+
+
+def test_muon_under_tensor_parallelism_takes_the_step_of_one_process(data: str) -> None:
+    flags = dict(data_path=data, train_iters=1, eval_iters=0, clip_grad=0.0, muon_tp_mode="duplicated", **MUON)
+    alone = run(1, t0_flags(**flags))[0]
+    split = run(2, t0_flags(**flags, tensor_model_parallel_size=2, use_distributed_optimizer=True))[0]
+    for name, value in alone.final.items():
+        if value.dim() == 2 and "embedding" not in name and "output" not in name:
+            step, other = value - alone.initial[name], split.final[name] - split.initial[name]
+            assert (step - other).norm() < 1e-3 * step.norm(), name  # fp32 gradients in another order, slopes up to 600 near zero
