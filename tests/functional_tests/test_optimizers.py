@@ -11,7 +11,7 @@ from tests.harness.d0 import write_d0
 from tests.harness.distributed import run_distributed
 from tests.harness.jobs import Job, make_trainer, train_job
 from tests.harness.logical import logical_tensors
-from tests.harness.t0 import t0_flags
+from tests.harness.t0 import REPOSITORY, t0_flags
 from tools.inspect_checkpoint import hashed, open_step
 
 OVERLAP = dict(
@@ -114,3 +114,19 @@ def test_muon_under_tensor_parallelism_takes_the_step_of_one_process(data: str) 
         if value.dim() == 2 and "embedding" not in name and "output" not in name:
             step, other = value - alone.initial[name], split.final[name] - split.initial[name]
             assert (step - other).norm() < 1e-3 * step.norm(), name  # fp32 gradients in another order, slopes up to 600 near zero
+
+
+def test_the_example_of_muon_learns() -> None:
+    flags = ["--config", str(REPOSITORY / "configs" / "muon_cpu.yaml")]
+    job = run(2, flags)[0]
+    assert len(job.losses) == 20
+    assert job.evaluations[-1] < job.losses[0] - 0.2
+
+
+def test_muon_passes_the_overlap_check(data: str) -> None:
+    flags = dict(data_path=data, train_iters=3, eval_iters=0, **MUON)
+    quiet = run(2, t0_flags(**flags, use_distributed_optimizer=True, ddp_bucket_size=5000))
+    checked = run(2, t0_flags(**flags, **OVERLAP, check_overlap=True))
+    assert quiet[0].losses == checked[0].losses
+    for name, value in quiet[0].final.items():
+        assert torch.equal(checked[0].final[name], value), name
