@@ -144,7 +144,7 @@ def build(size: Size, device: torch.device, kinds: Sequence[str], compiled: bool
     groups = ProcessGroupCollection.single_process()
     product = ProductRun([*flags, "--bf16", "--use-distributed-optimizer"], device, groups)
     product.step()  # everything that lives between steps is allocated
-    add("product", product.step, list(product.trainer.model.module.decoder.layers), allocated(device) - before)
+    add("product", product.step, list(product.trainer.model.module.decoder.layers.values()), allocated(device) - before)
     sample = product.trainer.data.train_step(0)[0]
     for kind in kinds:
         before = allocated(device)
