@@ -106,14 +106,29 @@ def test_checkpoint_of_another_optimizer_is_refused_and_its_weights_can_be_taken
     assert len(after[0].losses) == 1
 
 
-def test_muon_under_tensor_parallelism_takes_the_step_of_one_process(data: str) -> None:
-    flags = dict(data_path=data, train_iters=1, eval_iters=0, clip_grad=0.0, muon_tp_mode="duplicated", **MUON)
-    alone = run(1, t0_flags(**flags))[0]
-    split = run(2, t0_flags(**flags, tensor_model_parallel_size=2, use_distributed_optimizer=True))[0]
-    for name, value in alone.final.items():
-        if value.dim() == 2 and "embedding" not in name and "output" not in name:
-            step, other = value - alone.initial[name], split.final[name] - split.initial[name]
-            assert (step - other).norm() < 1e-3 * step.norm(), name  # fp32 gradients in another order, slopes up to 600 near zero
+SPLIT: dict[str, tuple[int, dict[str, Any]]] = {
+    "tensor": (2, {"tensor_model_parallel_size": 2}),
+    "pipeline": (2, {"pipeline_model_parallel_size": 2}),
+    "pipeline of a tied head": (2, {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": None}),
+    "tensor and data": (4, {"tensor_model_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", SPLIT)
+def test_muon_in_a_split_model_takes_the_step_of_one_process(data: str, layout: str) -> None:
+    size, options = SPLIT[layout]
+    flags = dict(data_path=data, train_iters=1, eval_iters=0, clip_grad=0.0, micro_batch_size=1, muon_tp_mode="duplicated", **MUON)
+    tied = {name: value for name, value in options.items() if "untie" in name}
+    alone = run(1, t0_flags(**{**flags, **tied}))[0]
+    jobs = run(size, t0_flags(**{**flags, **options}, **OVERLAP))
+    compared = set()
+    for job in jobs:
+        for name, after in job.final.items():
+            if after.dim() == 2 and "embedding" not in name and "output" not in name:
+                step, other = alone.final[name] - alone.initial[name], after - job.initial[name]
+                assert (step - other).norm() < 1e-3 * step.norm(), name  # fp32 gradients in another order, slopes up to 600 near zero
+                compared.add(name)
+    assert len(compared) == 16
 
 
 def test_the_example_of_muon_learns() -> None:

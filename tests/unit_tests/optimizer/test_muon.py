@@ -207,6 +207,38 @@ def test_instances_each_orthogonalise_and_agree_bit_by_bit():
             assert torch.equal(params[name], value), name
 
 
+def _dp_zero(state, ddp):
+    """The state gathered to rank 0 after two steps; or, given one, what each rank holds after loading it."""
+    model, optimizer = build(ddp, MUON)
+    if state is None:
+        for step in range(2):
+            run_step(model, optimizer, step)
+        return optimizer.get_parameter_state_dp_zero(), None
+    optimizer.load_parameter_state_from_dp_zero(state if torch.distributed.get_rank() == 0 else None)
+    held = {main.name: {key: (main.start, value.clone()) for key, value in optimizer._tensors_of(main).items()} for main in optimizer.main_params()}
+    return optimizer.get_parameter_state_dp_zero(), held
+
+
+def test_gather_to_rank_zero_holds_each_parameters_own_states():
+    saved, nothing = (result[0] for result in run_distributed(_dp_zero, 2, None, SHARDED))
+    assert nothing is None
+    module = Toy()
+    for name, param in trained(module).items():
+        states = {"momentum_buffer"} if is_matrix(name, param) else {"exp_avg", "exp_avg_sq"}
+        assert saved["params"][name].keys() == {"main_param", *states}
+        assert "unused" in name or all(value.any() for value in saved["params"][name].values()), name
+    for size in (1, 3):
+        results = run_distributed(_dp_zero, size, saved, {**SHARDED, "bucket_size": 170})
+        again = results[0][0]
+        for name, values in saved["params"].items():
+            for key, value in values.items():
+                assert torch.equal(again["params"][name][key], value), (name, key)
+        for _, held in results:
+            for name, values in held.items():
+                for key, (start, part) in values.items():
+                    assert torch.equal(saved["params"][name][key].view(-1)[start : start + len(part)], part)
+
+
 # Packed projections and tensor parallelism
 
 
