@@ -33,6 +33,9 @@ class Work(Protocol):
     def wait(self, scale: float | torch.Tensor | None = None) -> None:
         """Return when the result is there. scale: for reductions, multiply the result by it."""
 
+    def arrived(self) -> bool | None:
+        """Whether everything is here, without waiting; None where the backend tells that in `wait` alone (gloo's messages)."""
+
 
 class Staging:
     """Receive buffers, kept for reuse: a fresh large allocation costs as much as the message it receives.
@@ -223,6 +226,11 @@ class WorkList:
         for work in self.works:
             work.wait(scale)
 
+    def arrived(self) -> bool | None:
+        """None as soon as one of them can't tell."""
+        states = [work.arrived() for work in self.works]
+        return None if None in states else all(states)
+
 
 class _Finished:
     """Nothing had to be sent."""
@@ -233,6 +241,9 @@ class _Finished:
     def wait(self, scale: float | torch.Tensor | None = None) -> None:
         if self.result is not None and scale is not None:
             self.result.mul_(scale)
+
+    def arrived(self) -> bool | None:
+        return True
 
 
 class _Native:
@@ -246,6 +257,9 @@ class _Native:
         factor = self.factor if scale is None else scale * self.factor
         if self.result is not None and not (isinstance(factor, float) and factor == 1.0):
             self.result.mul_(factor)
+
+    def arrived(self) -> bool | None:
+        return self.handle.is_completed()
 
 
 class _ReduceScatter:
@@ -270,6 +284,9 @@ class _ReduceScatter:
         for tensor in self.received:
             self.staging.give_back(tensor)
 
+    def arrived(self) -> bool | None:
+        return None
+
 
 class _AllGather:
     """Every rank sends its chunk to each peer, straight into place."""
@@ -281,6 +298,9 @@ class _AllGather:
         assert scale is None
         for handle in self.handles:
             handle.wait()
+
+    def arrived(self) -> bool | None:
+        return None
 
 
 class _AllToAll:
@@ -295,6 +315,9 @@ class _AllToAll:
         for handle in self.handles:
             handle.wait()
 
+    def arrived(self) -> bool | None:
+        return None
+
 
 class _OrderedAllReduce:
     """Reduce-scatter, and in `wait` the all-gather of its result."""
@@ -307,6 +330,9 @@ class _OrderedAllReduce:
     def wait(self, scale: float | torch.Tensor | None = None) -> None:
         self.reduction.wait(scale)
         _AllGather(self.chunks, self.group).wait()
+
+    def arrived(self) -> bool | None:
+        return None
 
 
 def _exchange(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: Group) -> list[Any]:

@@ -53,6 +53,7 @@ from megatron.training.objectives import OBJECTIVES, Objective
 from megatron.training.plan import TrainingPlan
 from megatron.training.run_tokenizer import build_run_tokenizer, true_vocab_size
 from megatron.training.signals import StopSignals
+from megatron.training.step_trace import StepTrace
 from megatron.training.train_state import TrainState
 
 
@@ -108,6 +109,7 @@ class Trainer:
         if problems:
             raise known_to_all(ConfigError("\n".join(problems)))
         self.rank, self.world_size = own_rank(), world
+        self._step_trace = self._build_step_trace()
         self.plan = TrainingPlan.of(config, groups.size("dp"))
         model_parallel_seed(config.training.seed, groups)
         if config.training.deterministic_mode:
@@ -142,6 +144,8 @@ class Trainer:
         model = config.transformer_config()
         padded = padded_vocab_size(self._vocab_size, model)
         self._flops_per_token = flops_per_token(model, config.data.seq_length, padded)
+        for chunk in self.model_chunks:
+            chunk.take_exposed_comm_time()  # waits of loading belong to no step
         self._accumulator = self._new_accumulator()
         self.loggers: RunLogger = self._open_logs()
         self._saved_iteration = self.state.iteration if self.state.iteration else None
@@ -214,6 +218,15 @@ class Trainer:
             nan=self.state.logged_nan,
         )
 
+    def _build_step_trace(self) -> StepTrace | None:
+        logging = self.config.logging
+        if logging.trace_overlap is None:
+            return None
+        file, step = logging.trace_overlap, logging.trace_overlap_step
+        trace = on_all_ranks(lambda: StepTrace(file, step))
+        self.callbacks.insert(0, trace)
+        return trace
+
     def _open_logs(self) -> RunLogger:
         """Logs of rank 0, the resolved configuration and the tokenizer beside the checkpoints."""
 
@@ -275,10 +288,12 @@ class Trainer:
         if stop is None and interval and self.state.iteration % interval == 0:
             stop = StopRequest(f"exit_interval={interval}")
         if stop is None and self._evaluation_due():
-            stop = self._evaluate("validation")
+            with self._phase("evaluation"):
+                stop = self._evaluate("validation")
         every = self.config.checkpoint.save_interval
         if every and self.state.iteration % every == 0:
-            self._save()
+            with self._phase("save-checkpoint"):
+                self._save()
         self._collect_garbage()
         return stop
 
@@ -294,7 +309,8 @@ class Trainer:
             loss_sum, tokens = self.forward_backward.train(batches, self.optimizer.scale_loss)
         with self._timed("all-grads-sync"):
             finalize_model_grads(self.model_chunks, tokens)
-        agreed = self._agree(loss_sum, tokens)
+        with self._phase("agreement"):
+            agreed = self._agree(loss_sum, tokens)
         with self._timed("optimizer"):
             success, grad_norm, num_zeros = (False, None, None) if agreed.bad_loss else self.optimizer.step()
         nan = agreed.bad_loss or (not success and (not self.config.parallel.fp16 or self.optimizer.grad_scaler.spent is not None))
@@ -524,11 +540,15 @@ class Trainer:
 
     @contextlib.contextmanager
     def _timed(self, name: str, log_level: int = 1) -> Iterator[None]:
-        """Time a phase under Megatron's name, if `timing_log_level` reaches its level."""
+        """Time a phase under Megatron's name, if `timing_log_level` reaches its level; mark it in the trace of the step."""
         timer = self.timers(name, log_level)
         timer.start()
-        yield
+        with self._phase(name):
+            yield
         timer.stop()
+
+    def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._step_trace is None else self._step_trace.phase(name)
 
     def _notify(self, event: str, *values: Any) -> None:
         for callback in self.callbacks:

@@ -70,6 +70,7 @@ class BucketEvent(enum.Enum):
     REDUCE_WAITED = "it goes on"
     REDUCED = "the reduced gradients are there"
     GRADS_READING = "the optimizer is about to read the gradients"
+    PARAMS_WRITING = "the optimizer is about to update parameters"
     PARAMS_WRITTEN = "the optimizer wrote this rank's shard"
     GATHER_STARTING = "the gather is about to start"
     GATHER_STARTED = "the gather is in flight"

@@ -20,7 +20,7 @@ import torch
 from megatron.core import collectives
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
+from megatron.core.distributed.param_and_grad_buffer import BucketEvent, _ParamAndGradBucketGroup, _ParamAndGradBuffer
 from megatron.core.distributed.param_layout import SHARD_ALIGNMENT, Range
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, sum_of_squares
@@ -267,6 +267,7 @@ class MegatronOptimizer(ABC):
             if matrices is not None:
                 matrices.start(divisor)
             for unit in units:
+                self._before_unit(unit)
                 unit.update(elementwise, divisor)
             if matrices is not None:
                 matrices.finish()
@@ -274,6 +275,12 @@ class MegatronOptimizer(ABC):
                 unit.copy_params()
                 self._after_unit(unit)
         self._after_update()
+
+    def _before_unit(self, unit: UpdateUnit) -> None:
+        """A unit is about to be updated: observers of its buckets are told."""
+        every = [group for chunk in self.model_chunks for group in chunk.bucket_groups]
+        for group in every if unit.bucket_group is None else [unit.bucket_group]:
+            group.tell(BucketEvent.PARAMS_WRITING)
 
     def _after_unit(self, unit: UpdateUnit) -> None:
         """A unit's main params and model parameters are new."""

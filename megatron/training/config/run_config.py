@@ -201,6 +201,16 @@ class LoggingConfig(Section):
     wandb_mode: str = config_field("offline", choices=("offline", "online", "disabled"), help="Weights & Biases mode.")
     progress_bar: str = config_field("auto", choices=("auto", "on", "off"), help="Progress bar with ETA; auto = on a terminal.")
     timing_log_level: int = config_field(0, minimum=0, maximum=2, help="0 = step time only, 1 = also the phases of a step, 2 = also forward and backward; in ms per step, of rank 0.")
+    trace_overlap: str | None = config_field(
+        None,
+        help="Write a Chrome trace of one step to this file: collectives in flight, the compute over them, and the waits.",
+    )
+    trace_overlap_step: int | None = config_field(
+        None,
+        minimum=1,
+        unit="steps",
+        help="The step that trace_overlap shows; default: the third after the start, or the last if there are fewer.",
+    )
     peak_tflops: float | None = config_field(
         None,
         exclusive_minimum=0,

@@ -216,6 +216,8 @@ def _logging(config: RunConfig) -> Iterator[str]:
     logging = config.logging
     if logging.tensorboard_log_interval is not None and logging.tensorboard_dir is None:
         yield "tensorboard_log_interval is only used with tensorboard_dir; set the folder or remove it"
+    if logging.trace_overlap_step is not None and logging.trace_overlap is None:
+        yield "trace_overlap_step is only used with trace_overlap; set the file or remove it"
     for name in ("wandb_exp_name", "wandb_save_dir"):
         if getattr(logging, name) is not None and logging.wandb_project is None:
             yield f"{name} is only used with wandb_project; set it or remove this"

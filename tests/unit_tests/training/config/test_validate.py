@@ -60,6 +60,7 @@ def test_a_good_configuration_has_no_problem(world_size: int | None) -> None:
         ("--ckpt-step 5", "ckpt_step load"),
         ("--finetune", "finetune load"),
         ("--tensorboard-log-interval 5", "tensorboard_log_interval tensorboard_dir"),
+        ("--trace-overlap-step 5", "trace_overlap_step trace_overlap"),
         ("--wandb-exp-name a", "wandb_exp_name wandb_project"),
         ("--wandb-project a", "wandb_project wandb_save_dir"),
         ("--max-position-embeddings 8", "max_position_embeddings=8 seq_length=16"),
