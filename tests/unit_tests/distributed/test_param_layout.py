@@ -6,13 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.distributed.param_layout import ParamSpec, Range, default_bucket_size, plan_buffer
+from megatron.core.distributed.param_layout import (
+    PARAM_ALIGNMENT,
+    ParamSpec,
+    Range,
+    bucket_multiple,
+    default_bucket_size,
+    plan_buffer,
+)
 from megatron.core.optimizer.shard_map import build_shard_map
 
 specs = st.lists(st.tuples(st.integers(0, 700), st.booleans()), max_size=12).map(
     lambda items: [ParamSpec(f"p{index}", numel, own) for index, (numel, own) in enumerate(items)]
 )
-sizes = st.integers(1, 9)
+sizes = st.one_of(st.integers(1, 9), st.integers(10, 1100))  # the large ones exceed many a model's elements
 bucket_sizes = st.one_of(st.none(), st.integers(1, 3000))
 
 
@@ -49,8 +56,18 @@ def test_buckets_tile_the_buffer_and_end_when_full(specs, bucket_size, size):
     assert cursor == layout.numel
 
 
-@settings(max_examples=200)
 @given(specs, bucket_sizes, sizes)
+def test_padding_stays_below_the_stated_bound(specs, bucket_size, size):
+    layout = plan_buffer(specs, bucket_size, size)
+    unit = bucket_multiple(size) if size > 1 else PARAM_ALIGNMENT
+    between = sum(PARAM_ALIGNMENT - 1 for bucket in layout.buckets for _ in bucket.params[1:])
+    assert layout.numel - layout.numel_unpadded <= between + len(layout.buckets) * (unit - 1)
+    if bucket_size == 1:  # every parameter with elements has its own bucket
+        assert all(sum(specs[index].numel > 0 for index in bucket.params) <= 1 for bucket in layout.buckets)
+
+
+@settings(max_examples=200, deadline=None)
+@given(specs, bucket_sizes, st.one_of(st.integers(1, 9), st.integers(10, 40)))
 def test_shards_cover_each_element_once_and_ranges_map_back(specs, bucket_size, size):
     layout = plan_buffer(specs, bucket_size, size)
     index_map = {i: (held.start, held.end, layout.bucket_of[i]) for i, held in enumerate(layout.params)}
