@@ -1,21 +1,24 @@
 """Collectives over a process group: the same numbers on every backend, in every run.
 
 - `mean` is a true mean everywhere (gloo has none of its own: the sum is divided here).
-- On CPU reduce-scatter, all-gather and all-to-all are exchanges of point-to-point messages, which move fewer bytes than gloo's own. Every
-  rank receives its chunk from each peer and adds the chunks up **in rank order and in fp32**, so that a result depends
-  neither on timing nor on whether it came from a reduce-scatter or an all-reduce:
+- On CPU reduce-scatter, all-gather and all-to-all are exchanges of point-to-point messages, which move fewer bytes than gloo's
+  own. A reduction's chunks are added up **in rank order and in fp32**, so that a result depends neither on timing nor on
+  whether it came from a reduce-scatter or an all-reduce:
 
       rank 0  [a0 a1 a2]        to 1: a1, to 2: a2      a0 + b0 + c0
       rank 1  [b0 b1 b2]        to 0: b0, to 2: b2      a1 + b1 + c1
       rank 2  [c0 c1 c2]        to 0: c0, to 1: c1      a2 + b2 + c2
 
-- On CUDA they are the backend's own.
+  A chunk travels in pieces; the sum of one piece is formed while the next ones arrive.
+- On CUDA they are the backend's own. `by_all_to_all=True` has 16-bit values summed in fp32 there too.
 
 `group=None` stands for one process: nothing is sent, the result is the input. Functions return a `Work` when `async_op`, else
-None. Collectives on one group must be started in the same order on all of its ranks.
+None; `start_*` take several tensors and return a `Work` for each. Collectives on one group must be started in the same order on
+all of its ranks. Works may be waited for in any order, but those of `all_reduce(rank_order=True)` in the same one on all ranks.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +28,12 @@ Group = dist.ProcessGroup | None
 
 _HALF = (torch.float16, torch.bfloat16)
 _BLOCK = 1 << 16  # elements summed at a time, so that several operands stay in the cache
+_PIECE = 4 << 20  # bytes per message: while the next one arrives this one is summed
+_SMALL = 1 << 20  # bytes that a rank receives in an ordered all-reduce up to which one phase beats two of half the size
+
+# torch 2.13 renamed these two.
+_native_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+_native_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
 class Work(Protocol):
@@ -44,21 +53,21 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        self._free: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = {}
         self.nbytes = 0
 
-    def take(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """An uninitialised 1-D CPU tensor."""
-        free = self._free.get((dtype, numel))
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """An uninitialised 1-D tensor with the size, dtype and device of `like`."""
+        free = self._free.get((like.device, like.dtype, like.numel()))
         if free:
             return free.pop()
-        tensor = torch.empty(numel, dtype=dtype)
+        tensor = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
         self.nbytes += tensor.nbytes
         return tensor
 
     def give_back(self, tensor: torch.Tensor) -> None:
         """Make a tensor of `take` available again."""
-        self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
+        self._free.setdefault((tensor.device, tensor.dtype, tensor.numel()), []).append(tensor)
 
 
 def group_size(group: Group) -> int:
@@ -86,23 +95,10 @@ def all_reduce(
         tensor: any shape and dtype.
         op: sum, mean, max or min.
         rank_order: a sum or mean adds up in rank order and fp32, bit-equal to `reduce_scatter` of the same tensor (1-D,
-            floating). Costs a second phase on more than two ranks.
+            floating). Has a second phase for large tensors.
         staging: where `rank_order` takes its buffers.
     """
-    _check_op(op, ("sum", "mean", "max", "min"))
-    size = group_size(group)
-    if size == 1:
-        return _started(_Finished(tensor if op in ("sum", "mean") else None), async_op)
-    # Two ranks have one order only; but 16-bit values are to be scaled before they are rounded.
-    ordered = rank_order and (size > 2 or tensor.dtype in _HALF) and tensor.device.type == "cpu" and op in ("sum", "mean")
-    if ordered:
-        return _started(_OrderedAllReduce(tensor, group, _mean_factor(op, size), staging or Staging()), async_op)
-    native_mean = op == "mean" and _averages(group)
-    sum_or_mean = dist.ReduceOp.AVG if native_mean else dist.ReduceOp.SUM
-    reduce_op = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, sum_or_mean)
-    handle = dist.all_reduce(tensor, op=reduce_op, group=group, async_op=True)
-    factor = 1.0 if native_mean else _mean_factor(op, size)
-    return _started(_Native(handle, tensor, factor), async_op)
+    return _waited(start_all_reduce([tensor], group, op, rank_order=rank_order, staging=staging)[0], async_op)
 
 
 def reduce_scatter(
@@ -112,6 +108,7 @@ def reduce_scatter(
     op: str = "sum",
     async_op: bool = False,
     *,
+    by_all_to_all: bool = False,
     staging: Staging | None = None,
 ) -> Work | None:
     """Reduce `input` over the group; rank r keeps chunk r of the result in `output`.
@@ -120,22 +117,11 @@ def reduce_scatter(
         output: [n / size], 1-D; may be this rank's own chunk of `input`. The rest of `input` is left as it was.
         input: [n], 1-D, contiguous, n a multiple of the group's size.
         op: sum or mean. 16-bit values are added in fp32 on CPU and rounded once.
-        staging: where the CPU exchange takes its buffers.
+        by_all_to_all: exchange the chunks by the backend's all-to-all and sum them here, in fp32 and in rank order, also on CUDA.
+        staging: where the chunks of other ranks are received.
     """
-    _check_op(op, ("sum", "mean"))
-    size = group_size(group)
-    assert output.numel() * size == input.numel(), (output.shape, input.shape, size)
-    if size == 1:
-        if output.data_ptr() != input.data_ptr():
-            output.copy_(input)
-        return _started(_Finished(output), async_op)
-    if input.device.type == "cpu":
-        chunks = list(input.view(size, -1).unbind(0))
-        return _started(_ReduceScatter(output, chunks, group, _mean_factor(op, size), staging or Staging()), async_op)
-    native_mean = op == "mean" and _averages(group)
-    reduce_op = dist.ReduceOp.AVG if native_mean else dist.ReduceOp.SUM
-    handle = dist.reduce_scatter_tensor(output, input, op=reduce_op, group=group, async_op=True)
-    return _started(_Native(handle, output, 1.0 if native_mean else _mean_factor(op, size)), async_op)
+    works = start_reduce_scatter([output], [input], group, op, by_all_to_all=by_all_to_all, staging=staging)
+    return _waited(works[0], async_op)
 
 
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: Group, async_op: bool = False) -> Work | None:
@@ -145,16 +131,84 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: Group, async_op
         output: [n], 1-D, contiguous.
         input: [n / size], 1-D; may be this rank's own chunk of `output`.
     """
+    return _waited(start_all_gather([output], [input], group)[0], async_op)
+
+
+def start_all_reduce(
+    tensors: Sequence[torch.Tensor],
+    group: Group,
+    op: str = "sum",
+    *,
+    rank_order: bool = False,
+    staging: Staging | None = None,
+) -> list[Work]:
+    """`all_reduce` of each tensor; those of one dtype on CUDA as one launch."""
+    _check_op(op, ("sum", "mean", "max", "min"))
+    size, sums = group_size(group), op in ("sum", "mean")
+    if size == 1:
+        return [_Finished(tensor if sums else None) for tensor in tensors]
+    assert group is not None
+    if rank_order and sums and _on_cpu(tensors):
+        return [_ordered_all_reduce(tensor, group, _mean_factor(op, size), staging or Staging()) for tensor in tensors]
+    reduce_op = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op) or _native_sum(op, group)
+    factor = 1.0 if reduce_op == dist.ReduceOp.AVG else _mean_factor(op, size)
+
+    def start(index: int, async_op: bool) -> Any:
+        return dist.all_reduce(tensors[index], op=reduce_op, group=group, async_op=async_op)
+
+    return _native(start, tensors, group, factor)
+
+
+def start_reduce_scatter(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    group: Group,
+    op: str = "sum",
+    *,
+    by_all_to_all: bool = False,
+    staging: Staging | None = None,
+) -> list[Work]:
+    """`reduce_scatter` of each input; those of one dtype on CUDA as one launch."""
+    _check_op(op, ("sum", "mean"))
+    size, pairs = group_size(group), list(zip(outputs, inputs, strict=True))
+    for output, input in pairs:
+        assert output.numel() * size == input.numel(), (output.shape, input.shape, size)
+    if size == 1:
+        return [_Finished(_copied(output, input)) for output, input in pairs]
+    assert group is not None
+    staging = staging or Staging()
+    if by_all_to_all:
+        return [_AllToAllReduceScatter(output, input, group, _mean_factor(op, size), staging) for output, input in pairs]
+    if _on_cpu(inputs):
+        chunks = [list(input.view(size, -1).unbind(0)) for input in inputs]
+        factor = _mean_factor(op, size)
+        return [_ReduceScatter(output, own, group, factor, staging) for output, own in zip(outputs, chunks, strict=True)]
+    reduce_op = _native_sum(op, group)
+
+    def start(index: int, async_op: bool) -> Any:
+        return _native_reduce_scatter(outputs[index], inputs[index], op=reduce_op, group=group, async_op=async_op)
+
+    return _native(start, outputs, group, 1.0 if reduce_op == dist.ReduceOp.AVG else _mean_factor(op, size))
+
+
+def start_all_gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: Group) -> list[Work]:
+    """`all_gather` of each input; those of one dtype on CUDA as one launch."""
     size, rank = group_size(group), group_rank(group)
-    assert input.numel() * size == output.numel(), (output.shape, input.shape, size)
-    own = output.view(size, -1)[rank]
-    if size == 1 or output.device.type == "cpu":
-        if own.data_ptr() != input.data_ptr():
-            own.copy_(input)
-        chunks = list(output.view(size, -1).unbind(0))
-        return _started(_AllGather(chunks, group) if size > 1 else _Finished(None), async_op)
-    handle = dist.all_gather_into_tensor(output, input, group=group, async_op=True)
-    return _started(_Native(handle, None, 1.0), async_op)
+    for output, input in zip(outputs, inputs, strict=True):
+        assert input.numel() * size == output.numel(), (output.shape, input.shape, size)
+    if size == 1 or _on_cpu(outputs):
+        for output, input in zip(outputs, inputs, strict=True):
+            _copied(output.view(size, -1)[rank], input)
+    if size == 1:
+        return [_Finished(None) for _ in outputs]
+    assert group is not None
+    if _on_cpu(outputs):
+        return [_AllGather(list(output.view(size, -1).unbind(0)), group) for output in outputs]
+
+    def start(index: int, async_op: bool) -> Any:
+        return _native_all_gather(outputs[index], inputs[index], group=group, async_op=async_op)
+
+    return _native(start, outputs, group, None)
 
 
 def all_to_all(
@@ -174,12 +228,14 @@ def all_to_all(
     size, rank = group_size(group), group_rank(group)
     assert len(output_sizes) == len(input_sizes) == size, (output_sizes, input_sizes, size)
     assert output_sizes[rank] == input_sizes[rank], (output_sizes, input_sizes, rank)
-    if size > 1 and output.device.type != "cpu":
+    if group is not None and size > 1 and not _on_cpu([output]):
         handle = dist.all_to_all_single(output, input, list(output_sizes), list(input_sizes), group=group, async_op=True)
-        return _started(_Native(handle, None, 1.0), async_op)
+        return _waited(_Native(handle, output, None), async_op)
     incoming, outgoing = output.split(list(output_sizes)), input.split(list(input_sizes))
     incoming[rank].copy_(outgoing[rank])
-    return _started(_AllToAll(incoming, outgoing, group) if size > 1 else _Finished(None), async_op)
+    if group is None or size == 1:
+        return _waited(_Finished(None), async_op)
+    return _waited(_AllToAll(incoming, outgoing, group), async_op)
 
 
 def broadcast(tensor: torch.Tensor, group: Group, group_src: int = 0) -> None:
@@ -247,107 +303,213 @@ class _Finished:
 
 
 class _Native:
-    """The backend's own collective; `factor` completes a mean that the backend can't form."""
+    """The backend's own collective; `factor` completes a mean that the backend can't form, None = not a sum."""
 
-    def __init__(self, handle: Any, result: torch.Tensor | None, factor: float) -> None:
+    def __init__(self, handle: Any, result: torch.Tensor, factor: float | None) -> None:
         self.handle, self.result, self.factor = handle, result, factor
 
     def wait(self, scale: float | torch.Tensor | None = None) -> None:
         self.handle.wait()
+        if self.factor is None:
+            assert scale is None
+            return
         factor = self.factor if scale is None else scale * self.factor
-        if self.result is not None and not (isinstance(factor, float) and factor == 1.0):
+        if not (isinstance(factor, float) and factor == 1.0):
             self.result.mul_(factor)
 
     def arrived(self) -> bool | None:
         return self.handle.is_completed()
 
 
-class _ReduceScatter:
+def _native(
+    start: Callable[[int, bool], Any], results: Sequence[torch.Tensor], group: dist.ProcessGroup, factor: float | None
+) -> list[Work]:
+    """Works of `start(index, async_op)` for each result; those of one dtype are launched together."""
+    works: list[Work] = []
+    for _, run in itertools.groupby(range(len(results)), key=lambda index: results[index].dtype):
+        indices = list(run)
+        if len(indices) == 1:
+            handle = start(indices[0], True)
+        else:
+            with dist._coalescing_manager(group, async_ops=True) as handle:
+                for index in indices:
+                    start(index, False)
+            handle = _WaitsOnce(handle)
+        works += [_Native(handle, results[index], factor) for index in indices]
+    return works
+
+
+class _WaitsOnce:
+    """The handle that several works share: on gloo a second wait would bring back what has been scaled since."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def wait(self) -> None:
+        if self.handle is not None:
+            self.handle.wait()
+        self.handle = None
+
+    def is_completed(self) -> bool:
+        return self.handle is None or all(work.is_completed() for work in self.handle.works)
+
+
+class _Messages:
+    """Point-to-point messages: gloo tells of their arrival in `wait` alone."""
+
+    def arrived(self) -> bool | None:
+        return None
+
+
+class _ReduceScatter(_Messages):
     """Exchange of chunks, then the sum in rank order; `chunks[rank]` of the own input goes to nobody."""
 
-    def __init__(self, output: torch.Tensor, chunks: list[torch.Tensor], group: Group, factor: float, staging: Staging) -> None:
+    def __init__(
+        self, output: torch.Tensor, chunks: list[torch.Tensor], group: dist.ProcessGroup, factor: float, staging: Staging
+    ) -> None:
         rank = group_rank(group)
         self.output, self.factor, self.staging = output, factor, staging
-        self.parts = list(chunks)
-        self.received = []
-        for peer in range(len(chunks)):
-            if peer != rank:
-                self.parts[peer] = staging.take(output.dtype, output.numel())
-                self.received.append(self.parts[peer])
-        self.handles = _exchange(chunks, self.parts, group)
+        self.parts = [chunk if peer == rank else staging.take(output) for peer, chunk in enumerate(chunks)]
+        self.received = [part for peer, part in enumerate(self.parts) if peer != rank]
+        self.arrivals = _receive_from_all(self.parts, group)
+        self.sends = _send_to_all(chunks, group)
 
-    def wait(self, scale: float | torch.Tensor | None = None) -> None:
-        for handle in self.handles:
-            handle.wait()
-        factor = self.factor if scale is None else float(scale) * self.factor
-        _sum_in_order(self.output, self.parts, factor)
+    def sums(self, scale: float | torch.Tensor | None) -> Iterator[torch.Tensor]:
+        """Wait for piece after piece; yields each piece of the result when it is there. To be read to the end."""
+        factor = _scaled(self.factor, scale)
+        arrivals = zip(*self.arrivals, strict=True)
+        for output, arrived, *parts in zip(_pieces(self.output), arrivals, *map(_pieces, self.parts), strict=True):
+            _wait_for(arrived)
+            _sum_in_order(output, parts, factor)
+            yield output
+        _wait_for(self.sends)
         for tensor in self.received:
             self.staging.give_back(tensor)
 
+    def wait(self, scale: float | torch.Tensor | None = None) -> None:
+        for _ in self.sums(scale):
+            pass
+
+
+class _AllToAllReduceScatter:
+    """The same sums from the backend's own all-to-all."""
+
+    def __init__(
+        self, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, factor: float, staging: Staging
+    ) -> None:
+        self.output, self.factor, self.staging = output, factor, staging
+        self.received, self.size = staging.take(input), group_size(group)
+        self.handle = dist.all_to_all_single(self.received, input, group=group, async_op=True)
+
+    def wait(self, scale: float | torch.Tensor | None = None) -> None:
+        self.handle.wait()
+        parts = self.received.view(self.size, -1).unbind(0)
+        if self.output.device.type == "cpu":
+            _sum_in_order(self.output, parts, _scaled(self.factor, scale))
+        else:
+            _sum_on_device(self.output, parts, self.factor if scale is None else scale * self.factor)
+        self.staging.give_back(self.received)
+
     def arrived(self) -> bool | None:
-        return None
+        return self.handle.is_completed()
 
 
-class _AllGather:
+class _AllGather(_Messages):
     """Every rank sends its chunk to each peer, straight into place."""
 
-    def __init__(self, chunks: list[torch.Tensor], group: Group) -> None:
-        self.handles = _exchange([chunks[group_rank(group)]] * len(chunks), chunks, group)
+    def __init__(self, chunks: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        arrivals = _receive_from_all(chunks, group)
+        self.handles = [*itertools.chain(*arrivals), *_send_to_all([chunks[group_rank(group)]] * len(chunks), group)]
 
     def wait(self, scale: float | torch.Tensor | None = None) -> None:
         assert scale is None
-        for handle in self.handles:
-            handle.wait()
-
-    def arrived(self) -> bool | None:
-        return None
+        _wait_for(self.handles)
 
 
-class _AllToAll:
+class _AllToAll(_Messages):
     """Messages of any length to and from each peer."""
 
-    def __init__(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor], group: Group) -> None:
+    def __init__(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         self.outgoing = outgoing  # must live until they are sent
-        self.handles = _exchange(outgoing, incoming, group)
+        self.handles = [*itertools.chain(*_receive_from_all(incoming, group)), *_send_to_all(outgoing, group)]
 
     def wait(self, scale: float | torch.Tensor | None = None) -> None:
         assert scale is None
-        for handle in self.handles:
-            handle.wait()
-
-    def arrived(self) -> bool | None:
-        return None
+        _wait_for(self.handles)
 
 
-class _OrderedAllReduce:
-    """Reduce-scatter, and in `wait` the all-gather of its result."""
+def _ordered_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, factor: float, staging: Staging) -> Work:
+    size = group_size(group)
+    if tensor.nbytes * (size - 1) <= _SMALL:
+        return _ExchangedAllReduce(tensor, group, factor, staging)
+    if size == 2 and tensor.dtype not in _HALF:  # one order only, and nothing to be scaled before it is rounded
+        return _Native(dist.all_reduce(tensor, group=group, async_op=True), tensor, factor)
+    return _TwoPhaseAllReduce(tensor, group, factor, staging)
 
-    def __init__(self, tensor: torch.Tensor, group: Group, factor: float, staging: Staging) -> None:
-        self.group = group
-        self.chunks = list(torch.tensor_split(tensor, group_size(group)))
+
+class _ExchangedAllReduce(_Messages):
+    """Every rank sends all it has to each peer, and forms the whole sum."""
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, factor: float, staging: Staging) -> None:
+        rank, size = group_rank(group), group_size(group)
+        self.tensor, self.factor, self.staging = tensor, factor, staging
+        self.parts = [tensor if peer == rank else staging.take(tensor) for peer in range(size)]
+        self.received = [part for peer, part in enumerate(self.parts) if peer != rank]
+        arrivals = _receive_from_all(self.parts, group)
+        self.handles = [*itertools.chain(*arrivals), *_send_to_all([tensor] * size, group)]
+
+    def wait(self, scale: float | torch.Tensor | None = None) -> None:
+        _wait_for(self.handles)  # the sends too: the sum overwrites what they read
+        _sum_in_order(self.tensor, self.parts, _scaled(self.factor, scale))
+        for tensor in self.received:
+            self.staging.give_back(tensor)
+
+
+class _TwoPhaseAllReduce(_Messages):
+    """A reduce-scatter in place, and in `wait` a gather: each piece of the result is sent to all peers when its sum is there.
+
+    The peers' results are received over chunks that may still be on their way: a peer sends a piece of its result only when it
+    has had our part of that piece. The second phase has a tag of its own, since it starts after whatever was started meanwhile.
+    """
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, factor: float, staging: Staging) -> None:
+        self.group, self.chunks = group, list(torch.tensor_split(tensor, group_size(group)))
         self.reduction = _ReduceScatter(self.chunks[group_rank(group)], self.chunks, group, factor, staging)
 
     def wait(self, scale: float | torch.Tensor | None = None) -> None:
-        self.reduction.wait(scale)
-        _AllGather(self.chunks, self.group).wait()
+        arrivals = _receive_from_all(self.chunks, self.group, tag=1)
+        sends = []
+        for piece in self.reduction.sums(scale):
+            sends += _send_to_all([piece] * len(self.chunks), self.group, tag=1)
+        _wait_for([*itertools.chain(*arrivals), *sends])
 
-    def arrived(self) -> bool | None:
-        return None
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Views that make up a 1-D tensor, a message each."""
+    return tensor.split(_PIECE // tensor.itemsize) if tensor.numel() else ()
 
 
-def _exchange(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: Group) -> list[Any]:
-    """Start sending `outgoing[p]` to and receiving `incoming[p]` from each peer p; empty messages are left out."""
+def _receive_from_all(parts: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int = 0) -> list[list[Any]]:
+    """Start receiving `parts[p]` from each peer p; a list of handles per peer, one per piece."""
     rank, size = group_rank(group), group_size(group)
-    handles: list[Any] = []
-    for distance in range(1, size):  # every rank begins with another peer
-        peer = (rank - distance) % size
-        if incoming[peer].numel():
-            handles.append(dist.irecv(incoming[peer], group=group, group_src=peer))
-    for distance in range(1, size):
-        peer = (rank + distance) % size
-        if outgoing[peer].numel():
-            handles.append(dist.isend(outgoing[peer], group=group, group_dst=peer))
-    return handles
+    peers = [(rank - distance) % size for distance in range(1, size)]
+    return [[dist.irecv(piece, group=group, group_src=peer, tag=tag) for piece in _pieces(parts[peer])] for peer in peers]
+
+
+def _send_to_all(parts: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int = 0) -> list[Any]:
+    """Start sending `parts[p]` to each peer p; every rank begins with another peer."""
+    rank, size = group_rank(group), group_size(group)
+    peers = [(rank + distance) % size for distance in range(1, size)]
+    return [dist.isend(piece, group=group, group_dst=peer, tag=tag) for peer in peers for piece in _pieces(parts[peer])]
+
+
+def _wait_for(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.wait()
+
+
+def _scaled(factor: float, scale: float | torch.Tensor | None) -> float:
+    return factor if scale is None else float(scale) * factor
 
 
 def _sum_in_order(output: torch.Tensor, parts: Sequence[torch.Tensor], factor: float) -> None:
@@ -374,6 +536,9 @@ def _sum_in_order(output: torch.Tensor, parts: Sequence[torch.Tensor], factor: f
 
 
 def _sum_16_bit(output: torch.Tensor, parts: Sequence[torch.Tensor], factor: float) -> None:
+    if len(parts) == 2 and factor == 1.0:
+        torch.add(*parts, out=output)  # torch adds two 16-bit values in fp32 too, and rounds once
+        return
     total, term = torch.empty(_BLOCK), torch.empty(_BLOCK)
     for start in range(0, output.numel(), _BLOCK):
         part = slice(start, min(start + _BLOCK, output.numel()))
@@ -386,15 +551,32 @@ def _sum_16_bit(output: torch.Tensor, parts: Sequence[torch.Tensor], factor: flo
         output[part].copy_(total[:length])
 
 
+def _sum_on_device(output: torch.Tensor, parts: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """`_sum_in_order` in whole passes, without a look at the values. No part may overlap `output`."""
+    total = parts[0].float() if output.dtype in _HALF else parts[0]
+    for part in parts[1:]:
+        total += part
+    output.copy_(total.mul_(factor))
+
+
 def _mean_factor(op: str, size: int) -> float:
     return 1.0 / size if op == "mean" else 1.0
 
 
-def _averages(group: Group) -> bool:
-    return dist.get_backend(group) == "nccl"
+def _native_sum(op: str, group: dist.ProcessGroup) -> Any:
+    """The backend's reduction for sum or mean; gloo's average is a sum, so it is not asked for one."""
+    return dist.ReduceOp.AVG if op == "mean" and dist.get_backend(group) == "nccl" else dist.ReduceOp.SUM
 
 
-def _started(work: Work, async_op: bool) -> Work | None:
+def _on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+def _copied(output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    return output if output.data_ptr() == input.data_ptr() else output.copy_(input)
+
+
+def _waited(work: Work, async_op: bool) -> Work | None:
     if async_op:
         return work
     work.wait()
@@ -403,5 +585,3 @@ def _started(work: Work, async_op: bool) -> Work | None:
 
 def _check_op(op: str, known: tuple[str, ...]) -> None:
     assert op in known, f"op={op!r} must be one of {', '.join(known)}"
-
-

@@ -1,7 +1,13 @@
 """Collectives against plain sums of what each rank holds."""
 
+import contextlib
+import itertools
+import random
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.core import collectives
 from tests.harness.distributed import run_distributed
@@ -9,15 +15,6 @@ from tests.harness.distributed import run_distributed
 
 def _values(rank, numel, dtype):
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
-
-
-def _expected_sum(size, numel, dtype):
-    """In rank order, in fp32 (fp64 for fp64)."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    total = _values(0, numel, dtype).to(wide)
-    for rank in range(1, size):
-        total = total + _values(rank, numel, dtype).to(wide)
-    return total
 
 
 def _world():
@@ -40,76 +37,216 @@ def test_reduce_of_ones_is_one_for_mean_and_the_size_for_sum(size):
             assert torch.equal(total, torch.full((5,), value))
 
 
-def _reduce_case(numel, dtype, op, in_place):
-    size, rank = collectives.group_size(_world()), collectives.group_rank(_world())
-    staging = collectives.Staging()
-    for _ in range(2):  # the second round reuses the staging buffers
-        data = _values(rank, numel * size, dtype)
-        before = data.clone()
-        output = data.view(size, -1)[rank] if in_place else torch.empty(numel, dtype=dtype)
-        work = collectives.reduce_scatter(output, data, _world(), op=op, async_op=True, staging=staging)
-        work.wait(0.5)
-    rest = [index for index in range(size) if index != rank]
-    assert torch.equal(data.view(size, -1)[rest], before.view(size, -1)[rest])
-    whole = _values(rank, numel * size, dtype)
-    collectives.all_reduce(whole, _world(), op=op, async_op=True, rank_order=True).wait(0.5)
-    return output, whole, staging.nbytes
+SPECIAL = (float("inf"), float("-inf"), float("nan"), -0.0, 1e-42, 3.38e38, -3.38e38, 65504.0, 6e-8, 1.0, 2.0**-24, 257.0)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize(
-    ("dtype", "op"),
-    [(torch.float32, "sum"), (torch.float64, "mean"), (torch.bfloat16, "mean"), (torch.float16, "sum")],
+def _wild(rank, numel, dtype):
+    """Ordinary values and special ones."""
+    generator = torch.Generator().manual_seed(1000 * numel + rank)
+    values = torch.randn(numel, generator=generator)
+    special = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (numel,), generator=generator)]
+    return torch.where(torch.rand(numel, generator=generator) < 0.3, special, values).to(dtype)
+
+
+def _sum_of(parts, factor):
+    """In rank order, in fp32 (fp64 for fp64), then the factor, then one rounding."""
+    wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return (total * factor).to(parts[0].dtype)
+
+
+def _assert_same_bits(actual, expected):
+    """NaN is NaN; everything else has the same bits, the sign of zero included."""
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual.isnan(), expected.isnan())
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[actual.itemsize]
+    number = ~expected.isnan()
+    assert torch.equal(actual[number].view(integer), expected[number].view(integer))
+
+
+@contextlib.contextmanager
+def _constants(**values):
+    """Other message sizes, so that small tensors take the ways of large ones."""
+    before = {name: getattr(collectives, name) for name in values}
+    for name, value in values.items():
+        setattr(collectives, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(collectives, name, value)
+
+
+def _reductions_case(numel, extra, dtype, op, scale, piece):
+    group = _world()
+    size, rank = collectives.group_size(group), collectives.group_rank(group)
+    factor = (scale or 1.0) / (size if op == "mean" else 1)
+    everyones = [_wild(peer, numel * size, dtype) for peer in range(size)]
+    expected = _sum_of(everyones, factor)
+    own, rest = expected.view(size, -1)[rank], [peer for peer in range(size) if peer != rank]
+    with _constants(_PIECE=piece):
+        for by_all_to_all in (False, True):
+            for in_place in (False, True):
+                data = everyones[rank].clone()
+                output = data.view(size, -1)[rank] if in_place else torch.empty(numel, dtype=dtype)
+                work = collectives.reduce_scatter(output, data, group, op, async_op=True, by_all_to_all=by_all_to_all)
+                work.wait(scale)
+                _assert_same_bits(output, own)
+                _assert_same_bits(data.view(size, -1)[rest].flatten(), everyones[rank].view(size, -1)[rest].flatten())
+        odd = [_wild(peer, numel * size + extra, dtype) for peer in range(size)]
+        for small in (odd[0].nbytes * (size - 1), odd[0].nbytes * (size - 1) - 1):  # one phase, two phases
+            with _constants(_SMALL=small):
+                whole = odd[rank].clone()
+                collectives.all_reduce(whole, group, op, async_op=True, rank_order=True).wait(scale)
+            _assert_same_bits(whole, _sum_of(odd, factor))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    size=st.integers(1, 4),
+    numel=st.integers(0, 70),
+    extra=st.integers(0, 3),
+    dtype=st.sampled_from(DTYPES),
+    op=st.sampled_from(["sum", "mean"]),
+    scale=st.sampled_from([None, 0.5, 1 / 3]),
+    piece=st.sampled_from([8, 64, 4 << 20]),
 )
+def test_reductions_add_in_rank_order_and_in_fp32(size, numel, extra, dtype, op, scale, piece):
+    run_distributed(_reductions_case, size, numel, extra, dtype, op, scale, piece)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (3, torch.float32)])
+def test_reductions_of_more_than_one_message(size, dtype):
+    numel = collectives._PIECE // dtype.itemsize + 70_001
+    run_distributed(_reductions_case, size, numel, 1, dtype, "mean", None, collectives._PIECE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_sums_round_once_and_to_nearest_even_whatever_the_values(dtype):
+    """Every value there is, added to 16 others."""
+    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    for shift in range(1, 1 << 16, 4099):
+        parts = [patterns.view(dtype), patterns.roll(shift).view(dtype)]
+        for factor in (1.0, 0.5, 1 / 3):
+            for count in (2, 3):
+                terms, output = (parts * 2)[:count], torch.empty(1 << 16, dtype=dtype)
+                collectives._sum_in_order(output, [term.clone() for term in terms], factor)
+                _assert_same_bits(output, _sum_of(terms, factor))
+                collectives._sum_on_device(output, [term.clone() for term in terms], factor)
+                _assert_same_bits(output, _sum_of(terms, factor))
+
+
+def _fp32_accumulation_case():
+    group, rank = _world(), collectives.group_rank(_world())
+    data = torch.full((4,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    outputs = [torch.empty(1, dtype=torch.bfloat16) for _ in range(2)]
+    for output, by_all_to_all in zip(outputs, (False, True), strict=True):
+        collectives.reduce_scatter(output, data, group, by_all_to_all=by_all_to_all)
+    naive = sum((torch.ones((), dtype=torch.bfloat16) for _ in range(3)), torch.tensor(256.0, dtype=torch.bfloat16))
+    return [output.item() for output in outputs], naive.item()
+
+
+def test_sums_in_fp32_keep_what_16_bit_sums_lose():
+    """256 + 1 is 256 in bf16, so that adding one by one never leaves 256; 259 rounds to 260."""
+    for outputs, naive in run_distributed(_fp32_accumulation_case, 4):
+        assert outputs == [260.0, 260.0]
+        assert naive == 256.0
+
+
+def _native_case(op):
+    """The way of CUDA tensors, on gloo: three tensors, of which two go out together."""
+    group = _world()
+    size, rank = collectives.group_size(group), collectives.group_rank(group)
+    dtypes = (torch.float32, torch.float32, torch.float64)
+    inputs = [torch.arange(size * 3, dtype=dtype) + rank + index for index, dtype in enumerate(dtypes)]
+    whole = [tensor.clone() for tensor in inputs]
+    outputs = [torch.empty(3, dtype=dtype) for dtype in dtypes]
+    gathered = [torch.empty(size * 3, dtype=dtype) for dtype in dtypes]
+    with _constants(_on_cpu=lambda tensors: False):
+        for work in collectives.start_reduce_scatter(outputs, inputs, group, op):
+            work.wait(0.5)
+        for work in collectives.start_all_reduce(whole, group, op):
+            work.wait(torch.tensor(0.5))
+        for work in collectives.start_all_gather(gathered, outputs, group):
+            work.wait()
+    return outputs, whole, gathered
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_native_collectives_give_the_same_sums_one_by_one_and_together(op):
+    size = 2
+    for rank, (outputs, whole, gathered) in enumerate(run_distributed(_native_case, size, op)):
+        for index, output in enumerate(outputs):
+            total = torch.arange(size * 3, dtype=output.dtype) * size + sum(peer + index for peer in range(size))
+            total *= 0.5 / size if op == "mean" else 0.5
+            assert torch.equal(output, total.view(size, -1)[rank])
+            assert torch.equal(whole[index], total)
+            assert torch.equal(gathered[index], total)
+
+
+def _gather_case(numel, dtype, piece):
+    group = _world()
+    size, rank = collectives.group_size(group), collectives.group_rank(group)
+    everyones = [_wild(peer, numel, dtype) for peer in range(size)]
+    for in_place in (False, True):
+        output = torch.zeros(numel * size, dtype=dtype)
+        own = output.view(size, -1)[rank] if in_place else torch.empty(numel, dtype=dtype)
+        own.copy_(everyones[rank])
+        with _constants(_PIECE=piece):
+            collectives.all_gather(output, own, group, async_op=True).wait()
+        _assert_same_bits(output, torch.cat(everyones))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    size=st.integers(1, 4), numel=st.integers(0, 1003), dtype=st.sampled_from(DTYPES), piece=st.sampled_from([8, 256, 4 << 20])
+)
+def test_all_gather_concatenates_in_rank_order(size, numel, dtype, piece):
+    run_distributed(_gather_case, size, numel, dtype, piece)
+
+
+def _merged(first, second, chooser):
+    """All of both, each in its own order."""
+    first, second = list(first), list(second)
+    while first or second:
+        yield (first if chooser.random() * (len(first) + len(second)) < len(first) else second).pop(0)
+
+
+def _in_flight(seed):
+    """Several of each kind. All-reduces are waited for in one order on all ranks, the rest in between in an order of each rank's own."""
+    group = _world()
+    size, rank = collectives.group_size(group), collectives.group_rank(group)
+    common, own, staging, sizes = random.Random(seed), random.Random(10 * seed + rank), collectives.Staging(), set()
+    with _constants(_PIECE=256, _SMALL=512):
+        for _ in range(3):
+            reductions, others, checks = [], [], []
+            for index, dtype in itertools.product(range(4), (torch.float32, torch.bfloat16)):
+                numel = 61 + 10 * index
+                everyones = [_values(100 * index + peer, numel * size, dtype) for peer in range(size)]
+                expected, chunks = _sum_of(everyones, 1.0), [data.view(size, -1)[peer] for peer, data in enumerate(everyones)]
+                output, whole = torch.empty(numel, dtype=dtype), everyones[rank].clone()
+                gathered = torch.empty(numel * size, dtype=dtype)
+                others.append(collectives.reduce_scatter(output, everyones[rank], group, async_op=True, staging=staging))
+                reductions.append(collectives.all_reduce(whole, group, async_op=True, rank_order=True, staging=staging))
+                others.append(collectives.all_gather(gathered, chunks[rank], group, async_op=True))
+                checks += [(output, expected.view(size, -1)[rank]), (whole, expected), (gathered, torch.cat(chunks))]
+            common.shuffle(reductions)
+            own.shuffle(others)
+            for work in _merged(reductions, others, own):
+                work.wait()
+            for actual, wanted in checks:
+                _assert_same_bits(actual, wanted)
+            sizes.add(staging.nbytes)
+    assert len(sizes) == 1, f"buffers were not reused: {sizes}"
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_reductions_add_in_rank_order_and_in_fp32(size, dtype, op, in_place):
-    numel = 70_001
-    factor = 0.5 / size if op == "mean" else 0.5
-    expected = (_expected_sum(size, numel * size, dtype) * factor).to(dtype)
-    for rank, (output, whole, staged) in enumerate(run_distributed(_reduce_case, size, numel, dtype, op, in_place)):
-        assert torch.equal(output, expected.view(size, -1)[rank])
-        assert staged == (size - 1) * output.nbytes
-        assert torch.equal(whole, expected)
-
-
-def _gather_case(numel, in_place):
-    size, rank = collectives.group_size(_world()), collectives.group_rank(_world())
-    output = torch.zeros(numel * size, dtype=torch.bfloat16)
-    own = output.view(size, -1)[rank] if in_place else torch.empty(numel, dtype=torch.bfloat16)
-    own.copy_(_values(rank, numel, torch.bfloat16))
-    collectives.all_gather(output, own, _world(), async_op=True).wait()
-    return output
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("size", [2, 3])
-def test_all_gather_concatenates_in_rank_order(size, in_place):
-    expected = torch.cat([_values(rank, 1003, torch.bfloat16) for rank in range(size)])
-    for output in run_distributed(_gather_case, size, 1003, in_place):
-        assert torch.equal(output, expected)
-
-
-def _many_in_flight():
-    size, rank = collectives.group_size(_world()), collectives.group_rank(_world())
-    works, outputs = [], []
-    for index in range(8):
-        data = torch.full((size * 64,), float(rank + index))
-        outputs.append(torch.empty(64))
-        works.append(collectives.reduce_scatter(outputs[-1], data, _world(), async_op=True))
-        gathered = torch.full((size * 16,), -1.0)
-        gathered.view(size, -1)[rank] = rank * 100 + index
-        outputs.append(gathered)
-        works.append(collectives.all_gather(gathered, gathered.view(size, -1)[rank], _world(), async_op=True))
-    for work in reversed(works):
-        work.wait()
-    return outputs
-
-
-def test_many_collectives_in_flight_do_not_mix():
-    for outputs in run_distributed(_many_in_flight, 3):
-        for index in range(8):
-            assert torch.equal(outputs[2 * index], torch.full((64,), 3.0 + 3 * index))
-            assert torch.equal(outputs[2 * index + 1], torch.tensor([0.0, 100.0, 200.0]).repeat_interleave(16) + index)
+def test_works_in_flight_do_not_mix_in_whatever_order_they_are_waited_for(size):
+    for seed in range(2):
+        run_distributed(_in_flight, size, seed)
 
 
 def _small_tools():

@@ -252,26 +252,23 @@ class _ParamAndGradBucketGroup:
         for param in self._overwritten:  # no gradient in this step
             param.main_grad.zero_()  # type: ignore[attr-defined]
         self._overwritten.clear()
-        self.grad_reduce_handle = WorkList([self._reduce(bucket) for bucket in self.buckets])
+        self.grad_reduce_handle = WorkList(self._reduce())
         self.reduce_state = ReduceState.IN_FLIGHT
         self.tell(BucketEvent.REDUCE_STARTED)
         if self.previous_reduce_group is not None:
             self.previous_reduce_group.start_second_reduction()
 
-    def _reduce(self, bucket: _ParamAndGradBucket) -> Work:
-        data = bucket.grad_data
-        if self._scale_first(bucket):
-            data.mul_(bucket.gradient_scaling_factor)
+    def _reduce(self) -> list[Work]:
+        for bucket in self.buckets:
+            if self._scale_first(bucket):
+                bucket.grad_data.mul_(bucket.gradient_scaling_factor)
+        buffers, reduction = [bucket.grad_data for bucket in self.buckets], self.reduction
         if self.ddp_config.use_distributed_optimizer:
-            work = collectives.reduce_scatter(
-                self.local_shard(data), data, self.group, self.reduction.op, async_op=True, staging=self.reduction.staging
+            shards = [self.local_shard(data) for data in buffers]
+            return collectives.start_reduce_scatter(
+                shards, buffers, self.group, reduction.op, staging=reduction.staging
             )  # over dp_cp (or one instance), dtype of the gradients, fp32 sums on CPU
-        else:
-            work = collectives.all_reduce(
-                data, self.group, self.reduction.op, async_op=True, rank_order=True, staging=self.reduction.staging
-            )
-        assert work is not None
-        return work
+        return collectives.start_all_reduce(buffers, self.group, reduction.op, rank_order=True, staging=reduction.staging)
 
     def finish_grad_sync(self, scale: float | torch.Tensor | None = None) -> None:
         """Wait for the reduction; starts it first where some parameter got no gradient or overlap is off.
@@ -290,17 +287,15 @@ class _ParamAndGradBucketGroup:
         if self.reduce_state is not ReduceState.IN_FLIGHT or collectives.group_size(self.reduction.replica_group) == 1:
             return
         self._wait_reduce([None] * len(self.buckets))
-        self.grad_reduce_handle = WorkList([self._reduce_between_instances(bucket) for bucket in self.buckets])
+        self.grad_reduce_handle = WorkList(self._reduce_between_instances())
         self.reduce_state = ReduceState.BETWEEN_INSTANCES
         self.tell(BucketEvent.SECOND_REDUCE_STARTED)
 
-    def _reduce_between_instances(self, bucket: _ParamAndGradBucket) -> Work:
-        shard, reduction = self.local_shard(bucket.grad_data), self.reduction
-        work = collectives.all_reduce(
-            shard, reduction.replica_group, reduction.op, async_op=True, rank_order=True, staging=reduction.staging
+    def _reduce_between_instances(self) -> list[Work]:
+        shards, reduction = [self.local_shard(bucket.grad_data) for bucket in self.buckets], self.reduction
+        return collectives.start_all_reduce(
+            shards, reduction.replica_group, reduction.op, rank_order=True, staging=reduction.staging
         )  # over the instances, dtype of the gradients
-        assert work is not None
-        return work
 
     def _wait_reduce(self, factors: Sequence[float | torch.Tensor | None]) -> None:
         assert isinstance(self.grad_reduce_handle, WorkList)
@@ -361,13 +356,11 @@ class _ParamAndGradBucketGroup:
         """Start the gather and return."""
         self.tell(BucketEvent.GATHER_STARTING)
         assert self.gather_state is not GatherState.IN_FLIGHT, self.name
-        works = []
-        for bucket in self.buckets:
-            assert bucket.param_data is not None, "only the distributed optimizer gathers parameters"
-            work = collectives.all_gather(bucket.param_data, self.local_shard(bucket.param_data), self.group, async_op=True)
-            assert work is not None
-            works.append(work)
-        self.param_gather_handle = WorkList(works)  # over dp_cp (or one instance), dtype of the parameters
+        buffers = [bucket.param_data for bucket in self.buckets if bucket.param_data is not None]
+        assert len(buffers) == len(self.buckets), "only the distributed optimizer gathers parameters"
+        shards = [self.local_shard(data) for data in buffers]
+        works = collectives.start_all_gather(buffers, shards, self.group)  # over dp_cp (or one instance), dtype of the parameters
+        self.param_gather_handle = WorkList(works)
         self.gather_state = GatherState.IN_FLIGHT
         self.tell(BucketEvent.GATHER_STARTED)
 
