@@ -165,10 +165,10 @@ def test_reductions_between_instances_have_their_own_row():
 
 
 def _polled():
-    model, _ = build({"overlap_grad_reduce": True}, module=torch.nn.Linear(4, 4))
+    model, _ = build({"overlap_grad_reduce": True}, module=torch.nn.Linear(600, 600))  # 1.4 MB: gloo's own all-reduce
     trace = OverlapTrace(model.bucket_groups, compute_units(model.module))
     trace.begin()
-    model(torch.ones(4)).sum().backward()
+    model(torch.ones(600)).sum().backward()
     (group,) = model.bucket_groups
     while not group.grad_reduce_handle.arrived():
         pass
