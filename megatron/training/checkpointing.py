@@ -27,7 +27,6 @@ from megatron.core.dist_checkpointing.store import CheckpointStore
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.errors import CheckpointError
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer import WIDE_DTYPES
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.seeding import derive_seed
@@ -116,11 +115,11 @@ def save_training_checkpoint(
 def _state_to_save(
     model_chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None, groups: ProcessGroupCollection
 ) -> tuple[list[ShardedTensor], dict[str, str]]:
-    """Tensors to store, and the main params that are aliases of fp32 (or wider) model parameters."""
+    """Tensors to store, and the main params that are aliases of the model parameters (fp32 ones, and bf16 as main_params_dtype says)."""
     model = _model_tensors(model_chunks, groups)
     tensors, aliases = list(model.values()), {}
     for name, tensor in {} if optimizer is None else optimizer.sharded_state_dict().items():
-        twin = _wide_twin(name, model)
+        twin = _twin(tensor, model)
         if twin is None:
             tensors.append(tensor)
             continue
@@ -139,10 +138,11 @@ def _model_tensors(model_chunks: Sequence[torch.nn.Module], groups: ProcessGroup
     return tensors
 
 
-def _wide_twin(name: str, model: Mapping[str, ShardedTensor]) -> ShardedTensor | None:
-    """The wide model parameter that an optimizer value is equal to by construction; None if there is none."""
+def _twin(tensor: ShardedTensor, model: Mapping[str, ShardedTensor]) -> ShardedTensor | None:
+    """The model parameter that an optimizer value is equal to by construction: a main param of its dtype. None if there is none."""
+    name = tensor.name
     twin = model.get(f"model.{name.removeprefix(MAIN_PARAM)}") if name.startswith(MAIN_PARAM) else None
-    return twin if twin is not None and twin.dtype in WIDE_DTYPES else None
+    return twin if twin is not None and twin.dtype == tensor.dtype else None
 
 
 def _region_of(tensor: ShardedTensor, piece: Piece) -> torch.Tensor | None:
@@ -205,7 +205,7 @@ def load_training_checkpoint(
             return _nothing_to_load(options, say)
         try:
             manifest = store.step_manifest(iteration)
-            rng = _load_tensors(store, manifest, options, model_chunks, optimizer, groups)
+            rng = _load_tensors(store, manifest, options, model_chunks, optimizer, groups, say)
             break
         except DamagedCheckpointError as error:
             if options.ckpt_step is not None:
@@ -260,13 +260,16 @@ def _load_tensors(
     model_chunks: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer | None,
     groups: ProcessGroupCollection,
+    say: Callable[[str], None],
 ) -> dict[str, torch.Tensor]:
-    """Weights and optimizer tensors, in place; a main param in the memory of its parameter is read once.
+    """Weights and optimizer tensors, in place; a main param in the memory of its parameter is read once. Optimizer values that this
+    run keeps in another dtype are converted, which is said.
 
     Returns this rank's random state by stream; empty if it is not wanted, not there, or of another layout.
     """
     model = _model_tensors(model_chunks, groups)
     wanted = list(model.values())
+    targets = None
     if optimizer is not None and _wants_optimizer(options):
         if "optimizer" not in manifest.common:
             raise known_to_all(
@@ -278,9 +281,14 @@ def _load_tensors(
             optimizer.check_common_state_dict(manifest.common["optimizer"])
         except CheckpointError as error:
             raise known_to_all(CheckpointError(f"step {manifest.iteration} in {store.directory}: {error}")) from None
-        wanted += [_without_shared(tensor, model) for tensor in optimizer.sharded_state_dict().values()]
+        targets = optimizer.load_targets({name: DTYPES[entry.dtype] for name, entry in manifest.tensors.items()})
+        wanted += [_without_shared(tensor, model) for tensor in targets.tensors.values()]
     rng = {} if options.finetune or options.no_load_rng else _rng_targets(manifest, _layout(model_chunks, groups))
     store.load(manifest.iteration, wanted + [whole(_rng_prefix() + stream, state) for stream, state in rng.items()])
+    if targets is not None:
+        targets.finish()
+        if targets.converted:
+            say(f"optimizer values are converted: {', '.join(targets.converted)}")
     return rng
 
 
@@ -292,7 +300,7 @@ def _rng_targets(manifest: Manifest, layout: Mapping[str, int | str]) -> dict[st
 
 
 def _without_shared(tensor: ShardedTensor, model: Mapping[str, ShardedTensor]) -> ShardedTensor:
-    twin = _wide_twin(tensor.name, model)
+    twin = _twin(tensor, model)
     if twin is None:
         return tensor
     return dataclasses.replace(tensor, pieces=tuple(_not_in(twin, tensor.pieces)))

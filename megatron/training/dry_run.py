@@ -9,6 +9,7 @@ from megatron.core.datasets.gpt_dataset import SPLITS, build_gpt_datasets
 from megatron.core.distributed.param_layout import BufferLayout, ParamSpec, plan_buffer
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.shard_map import pack_states
+from megatron.core.optimizer.stored_values import bytes_of
 from megatron.core.optimizer.update_rules import rule_name, state_names
 from megatron.core.param_meta import param_meta
 from megatron.core.pipeline_parallel.schedule_plan import build_plan, check_plan, part_of, time_plan
@@ -104,15 +105,24 @@ def _memory(config: RunConfig, chunks: list[torch.nn.Module], dp: int) -> list[s
     param_size = config.parallel.params_dtype.itemsize
     grad_size = 4 if config.ddp_config(dp).grad_reduce_in_fp32 else param_size
     padded, unpadded = sum(layout.numel for layout in layouts), sum(layout.numel_unpadded for layout in layouts)
-    owned = padded // dp if sharded else unpadded  # elements whose optimizer state this rank keeps
+    shards = _shards(config, dp)
+    owned = [bucket.range.size // shards for layout in layouts for bucket in layout.buckets]  # runs of elements whose state is kept
+    if not sharded:
+        owned = [spec.numel for layout in layouts for spec in layout.specs]
     frozen = sum(p.numel() for p in params if not p.requires_grad)
-    moments = sum(_state_elements(chunk, layout, config, dp) for chunk, layout in zip(chunks, layouts, strict=True))
+    kind = config.parallel.params_dtype
+    if config.optimizer.use_precision_aware_optimizer:
+        names = state_names(config.optimizer, config.optimizer.optimizer)
+        moments = sum(bytes_of(config.optimizer, name, kind, numel) for name in names for numel in owned)
+    else:
+        moments = 4 * sum(_state_elements(chunk, layout, config, shards) for chunk, layout in zip(chunks, layouts, strict=True))
+    copies = config.optimizer.main_grads_dtype == "fp32" and grad_size == 2
     states = {
         "params": ((padded if sharded else unpadded) + frozen) * param_size,
         "grads": padded * grad_size,
-        "main params": 0 if param_size == 4 else owned * 4,
-        "main grads": 0 if grad_size == 4 else (owned if sharded else padded) * 4,  # the plain optimizer copies the whole buffer
-        "moments": 4 * moments,
+        "main params": sum(bytes_of(config.optimizer, "main_param", kind, numel) for numel in owned),
+        "main grads": (sum(owned) if sharded else padded) * 4 if copies else 0,  # the plain optimizer copies the whole buffer
+        "moments": moments,
     }
     wire = (dp - 1) / dp
     traffic = wire * padded * (grad_size + param_size) if sharded else 2 * wire * padded * grad_size
@@ -126,7 +136,7 @@ def _memory(config: RunConfig, chunks: list[torch.nn.Module], dp: int) -> list[s
     ]
 
 
-def _state_elements(chunk: torch.nn.Module, layout: BufferLayout, config: RunConfig, dp: int) -> int:
+def _state_elements(chunk: torch.nn.Module, layout: BufferLayout, config: RunConfig, shards: int) -> int:
     """Elements of optimizer state beside main params, on the data-parallel rank that holds most."""
     optimizer = config.optimizer
     trained = [(name, p) for name, p in chunk.named_parameters() if p.requires_grad]
@@ -134,14 +144,14 @@ def _state_elements(chunk: torch.nn.Module, layout: BufferLayout, config: RunCon
     if not optimizer.use_distributed_optimizer:
         return sum(param.numel() * len(own) for (_, param), own in zip(trained, names, strict=True))
     if optimizer.optimizer != "muon":  # one rule: the states lie like the shards
-        return layout.numel // dp * len(state_names(optimizer, optimizer.optimizer))
-    return max(_packed_elements(layout, names, rank, dp) for rank in range(dp))
+        return layout.numel // shards * len(state_names(optimizer, optimizer.optimizer))
+    return max(_packed_elements(layout, names, rank, shards) for rank in range(shards))
 
 
-def _packed_elements(layout: BufferLayout, names: list[tuple[str, ...]], rank: int, dp: int) -> int:
+def _packed_elements(layout: BufferLayout, names: list[tuple[str, ...]], rank: int, shards: int) -> int:
     total = 0
     for bucket in layout.buckets:
-        held = {index: layout.params[index].intersection(bucket.shard(rank, dp)) for index in bucket.params}
+        held = {index: layout.params[index].intersection(bucket.shard(rank, shards)) for index in bucket.params}
         total += sum(pack_states(held, dict(enumerate(names)))[1].values())
     return total
 
@@ -150,7 +160,12 @@ def _layout(chunk: torch.nn.Module, config: RunConfig, dp: int) -> BufferLayout:
     trained = [(name, p) for name, p in chunk.named_parameters() if p.requires_grad]
     sharded = config.ddp.use_distributed_optimizer
     specs = [ParamSpec(name, p.numel(), sharded and param_meta(p).shared_embedding) for name, p in trained]
-    return plan_buffer(specs, config.ddp_config(dp).bucket_size, dp if config.ddp.use_distributed_optimizer else 1)
+    return plan_buffer(specs, config.ddp_config(dp).bucket_size, _shards(config, dp))
+
+
+def _shards(config: RunConfig, dp: int) -> int:
+    """Ranks that share the optimizer state."""
+    return dp // config.ddp.num_distributed_optimizer_instances if config.ddp.use_distributed_optimizer else 1
 
 
 def _rank_map(config: RunConfig, world_size: int) -> list[str]:

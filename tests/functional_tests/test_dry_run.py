@@ -35,6 +35,9 @@ def foretold(flags: list[str], world_size: int, stage: int = 0) -> dict[str, int
 @pytest.mark.parametrize(
     "options",
     [{}, {"bf16": True}, {"fp16": True}, {"fp16": True, "accumulate_allreduce_grads_in_fp32": True},
+     {"bf16": True, "use_precision_aware_optimizer": True},
+     {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": "bf16", "exp_avg_dtype": "fp16", "main_grads_dtype": "bf16"},
+     {"fp16": True, "use_precision_aware_optimizer": True, "main_params_dtype": "fp16", "exp_avg_sq_dtype": "bf16"},
      {"optimizer": "sgd"}, {"optimizer": "sgd", "sgd_momentum": 0.0}, {"optimizer": "lion"}, {"freeze": ["embedding.*"]}],
 )  # fmt: skip
 def test_bytes_foretold_are_the_bytes_held(tmp_path: pathlib.Path, sharded: bool, options: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""The plain and the distributed optimizer are one: same numbers, and either goes on from the other's checkpoint."""
+"""The plain and the distributed optimizer are one: same numbers, and either goes on from the other's checkpoint; so do all dtypes."""
 
 import itertools
 import pathlib
+import shutil
 from typing import Any
 
 import pytest
@@ -21,6 +22,11 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": True},
     "fp16": FP16,
+    "remainders": {"bf16": True, "use_precision_aware_optimizer": True},
+    "16 bit, rounded stochastically": {
+        "bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": "bf16", "exp_avg_dtype": "bf16",
+        "exp_avg_sq_dtype": "fp16", "main_grads_dtype": "bf16", "stochastic_rounding": True,
+    },
 }
 
 
@@ -48,8 +54,12 @@ def same_numbers(one: pathlib.Path, other: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "precision"),
-    [(1, "fp16"), (2, "fp32"), (2, "bf16"), (2, "fp16"), *(pytest.param(1, kind, marks=pytest.mark.slow) for kind in ("fp32", "bf16"))],
-)
+    [
+        (1, "fp16"), (2, "fp32"), (2, "fp16"), (2, "remainders"), (2, "16 bit, rounded stochastically"),
+        *(pytest.param(1, kind, marks=pytest.mark.slow) for kind in PRECISIONS if kind != "fp16"),
+        pytest.param(2, "bf16", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_either_optimizer_goes_on_where_the_other_stopped(
     data: str, tmp_path: pathlib.Path, world_size: int, precision: str
 ) -> None:
@@ -80,3 +90,34 @@ def test_either_optimizer_goes_on_where_the_other_stopped(
         assert {line["skipped"] for line in lines} == {0, 1}
         assert any(two > one for one, two in itertools.pairwise(after)), after
         assert any(two < one for one, two in itertools.pairwise(after)), after
+
+
+def test_remainders_hold_fp32_main_params_through_a_resume_at_another_size(data: str, tmp_path: pathlib.Path) -> None:
+    common = dict(data_path=data, train_iters=20, bf16=True, micro_batch_size=1, ddp_bucket_size=5000, **SHARDED)
+    forms: dict[str, dict[str, Any]] = {"fp32": {}, "remainders": {"use_precision_aware_optimizer": True}}
+
+    def flags(name: str, form: str, **changes: Any) -> list[str]:
+        return t0_flags(**common, **forms[form], **changes, save=str(tmp_path / name))
+
+    run_distributed(jobs, 2, [flags(name, name, exit_interval=10) for name in forms], timeout=120)
+    for name in forms:
+        shutil.copytree(tmp_path / name, tmp_path / f"{name}, then the other")
+    at_half = [tensor_hashes(tmp_path / name) for name in forms]
+    assert at_half[0] == at_half[1]
+    second = [flags(name, name) for name in forms]
+    second += [flags("fp32, then the other", "remainders"), flags("remainders, then the other", "fp32")]
+    run_distributed(jobs, 1, second, timeout=120)
+    expected = tensor_hashes(tmp_path / "fp32")
+    for name in ("remainders", "fp32, then the other", "remainders, then the other"):
+        assert tensor_hashes(tmp_path / name) == expected, name
+        assert numbers(tmp_path / name) == numbers(tmp_path / "fp32"), name
+
+
+def test_a_change_of_dtype_is_said_once(data: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = dict(data_path=data, train_iters=4, bf16=True, save=str(tmp_path / "run"))
+    train_job(t0_flags(**common, exit_interval=2))
+    capsys.readouterr()
+    job = train_job(t0_flags(**common, use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp16"))
+    said = [line for line in capsys.readouterr().out.splitlines() if "converted" in line]
+    assert said == ["optimizer values are converted: exp_avg from float32 to bfloat16, exp_avg_sq from float32 to fp16 in rows"]
+    assert job.iteration == 4

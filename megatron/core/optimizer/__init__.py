@@ -93,6 +93,9 @@ def _disagreements(config: OptimizerConfig, chunk: DistributedDataParallel) -> l
         )
     if config.overlap_param_gather_with_optimizer_step and not ddp.overlap_param_gather:
         problems.append("overlap_param_gather_with_optimizer_step=True needs overlap_param_gather=True")
+    grads = {buffer.grad_dtype for buffer in chunk.all_buffers()}
+    if config.main_grads_dtype == "bf16" and torch.float32 in grads:
+        problems.append("main_grads_dtype=bf16 needs grad_reduce_in_fp32=False in DistributedDataParallelConfig")
     dtypes = {param.dtype for param in chunk.param_to_name}
     for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         if dtype in dtypes and not getattr(config, name):

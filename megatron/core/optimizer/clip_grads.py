@@ -26,7 +26,8 @@ def sum_of_squares(flats: Iterable[torch.Tensor]) -> torch.Tensor:
     for flat in flats:
         for block in flat.split(_BLOCK):
             rows = block.view(-1, SHARD_ALIGNMENT)
-            norms = torch.linalg.vector_norm(rows, dim=1).to(torch.float64)
+            dtype = torch.float32 if rows.itemsize == 2 else None
+            norms = torch.linalg.vector_norm(rows, dim=1, dtype=dtype).to(torch.float64)
             part = torch.dot(norms, norms)
             total = part if total is None else total + part
     return torch.zeros((), dtype=torch.float64) if total is None else total

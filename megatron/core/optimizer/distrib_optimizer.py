@@ -27,6 +27,7 @@ from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.optimizer.distrib_optimizer_state import cut_params, gather_flat, logical_tensor, scatter_flat
 from megatron.core.optimizer.optimizer import WIDE_DTYPES, MainParam, MegatronOptimizer, UpdateUnit, main_dtype, norm_ranges
 from megatron.core.optimizer.shard_map import build_shard_map, pack_states
+from megatron.core.optimizer.stored_values import Stored, StoredFlats
 from megatron.core.param_meta import ParamMeta, param_meta
 
 __all__ = ["DistributedOptimizer", "Range"]
@@ -45,7 +46,7 @@ class DistributedOptimizer(MegatronOptimizer):
         for chunk in self.model_chunks:
             owner = {id(bucket): buffer for buffer in chunk.all_buffers() for bucket in buffer.buckets}
             for group in reversed(chunk.bucket_groups):
-                unit = UpdateUnit([], [], [], [], [], bucket_group=group)
+                unit = UpdateUnit([], [], [], [], [], bucket_group=group, rounding=self._rounding())
                 for bucket in group.buckets:
                     self._add_bucket(unit, group, owner[id(bucket)], bucket)
                 units.append(unit)
@@ -56,15 +57,34 @@ class DistributedOptimizer(MegatronOptimizer):
     ) -> None:
         assert bucket.param_data is not None
         param_shard, grad_shard = group.local_shard(bucket.param_data), group.local_shard(bucket.grad_data)
+        grad = self._fp32_grads(grad_shard, unit)
+        shard_map = self._build_model_gbuf_range(buffer, bucket.bucket_id)["param_map"]
+        if self.config.use_precision_aware_optimizer:
+            stored = StoredFlats(self.config, param_shard, self.state_names)
+            unit.stored.append(stored)
+            for param, ranges in shard_map.items():
+                part, name = ranges["gbuf_local"].slice(), buffer.param_to_name[param]
+                unit.main_params.append(self._blockwise_main(stored, part, param, name, ranges["param"].start, grad[part]))
+        else:
+            self._add_main_params(unit, buffer, param_shard, grad, shard_map)
+            self._add_matrices(unit, buffer, bucket)
+        counted = [ranges["gbuf_local"] for param, ranges in shard_map.items() if self._counts(param)]
+        expert = any(param_meta(param).is_expert for param in bucket.params_list)
+        (unit.expert if expert else unit.dense).extend(grad[held.slice()] for held in norm_ranges(counted))
+
+    def _add_main_params(
+        self,
+        unit: UpdateUnit,
+        buffer: _ParamAndGradBuffer,
+        param_shard: torch.Tensor,
+        grad: torch.Tensor,
+        shard_map: dict[torch.nn.Parameter, dict[str, Range]],
+    ) -> None:
+        """Main params and states in fp32. grad: flat, like the shard."""
         main = param_shard
         if param_shard.dtype not in WIDE_DTYPES:
             main = param_shard.float()
             unit.param_copies.append((param_shard, main))
-        grad = grad_shard
-        if grad_shard.dtype != main.dtype:
-            grad = torch.zeros_like(main)
-            unit.grad_copies.append((grad, grad_shard))
-        shard_map = self._build_model_gbuf_range(buffer, bucket.bucket_id)["param_map"]
         states, state_of = self._allocate_states(main, {param: ranges["gbuf_local"] for param, ranges in shard_map.items()})
         unit.flats.append({"main_param": main, **states})
         for param, ranges in shard_map.items():
@@ -80,10 +100,6 @@ class DistributedOptimizer(MegatronOptimizer):
                     self._group_of[param],
                 )
             )
-        self._add_matrices(unit, buffer, bucket)
-        counted = [ranges["gbuf_local"] for param, ranges in shard_map.items() if self._counts(param)]
-        expert = any(param_meta(param).is_expert for param in bucket.params_list)
-        (unit.expert if expert else unit.dense).extend(grad[held.slice()] for held in norm_ranges(counted))
 
     def _add_matrices(self, unit: UpdateUnit, buffer: _ParamAndGradBuffer, bucket: _ParamAndGradBucket) -> None:
         """What each rank holds of the bucket's matrices for Muon."""
@@ -231,8 +247,8 @@ class DistributedOptimizer(MegatronOptimizer):
             for key in self.state_names:
                 ranges = self._ranges(buffer, bucket, key)
                 shard, parts = self._as_shard(buffer, bucket, key)
-                for view, part in parts:
-                    view.copy_(part)
+                for view, stored in parts:
+                    view.copy_(stored.values())
                 whole = gather_flat(shard, buffer.data_parallel_group)
                 if whole is not None:
                     for name, value in cut_params(whole.cpu(), ranges, bucket.offset).items():
@@ -262,8 +278,8 @@ class DistributedOptimizer(MegatronOptimizer):
                     for name, view in cut_params(whole, ranges, bucket.offset).items():
                         view.copy_(state["params"][name][key])
                 scatter_flat(whole, shard, buffer.data_parallel_group)
-                for view, part in parts:
-                    part.copy_(view)
+                for view, stored in parts:
+                    stored.assign(view)
         common = collectives.gather_objects(None if state is None else state["common"], self._main_group())[0]
         self.load_common_state_dict(common)
         self.reload_after_load()
@@ -295,14 +311,14 @@ class DistributedOptimizer(MegatronOptimizer):
 
     def _as_shard(
         self, buffer: _ParamAndGradBuffer, bucket: _ParamAndGradBucket, key: str
-    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, Stored]]]:
         """Memory that lies like this rank's shard of a bucket (zeros), and pairs of (its view, a parameter's value `key`)."""
         shard_map = self._build_model_gbuf_range(buffer, bucket.bucket_id)["param_map"]
-        values = {main.param: self._tensors_of(main) for main in self.main_params() if main.param in shard_map}
+        values = {main.param: main.stored() for main in self.main_params() if main.param in shard_map}
         size = buffer.shard_range(bucket.bucket_id, 0).size
         shard = torch.zeros(size, dtype=main_dtype(bucket.params_list[0]), device=bucket.grad_data.device)
         pairs = [
-            (shard[shard_map[param]["gbuf_local"].slice()], tensors[key]) for param, tensors in values.items() if key in tensors
+            (shard[shard_map[param]["gbuf_local"].slice()], stored[key]) for param, stored in values.items() if key in stored
         ]
         return shard, pairs
 

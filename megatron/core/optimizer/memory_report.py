@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 class MemoryReport:
     """Bytes on this rank, alignment padding included. `padding` says how many of them are padding.
 
-    params, grads: whole, on every rank. main_params: fp32 copies (none of fp32 parameters). main_grads: fp32 copies of 16-bit
+    params, grads: whole, on every rank. main_params: what lies beside the parameters (nothing for fp32 ones). main_grads: fp32 copies of 16-bit
     gradients. moments: the optimizer's states.
     """
 
@@ -51,7 +51,15 @@ def memory_report(model_chunks: Sequence[DistributedDataParallel], optimizer: Me
     for unit in optimizer.units:
         main_params += _bytes(source for _, source in unit.param_copies)
         main_grads += _bytes(target for target, _ in unit.grad_copies)
-        if unit.flats:
+        if unit.stored:
+            mains = sum(flats.nbytes["main_param"] for flats in unit.stored)
+            states = sum(sum(flats.nbytes.values()) for flats in unit.stored) - mains
+            main_params, moments = main_params + mains, moments + states
+            if unit.bucket_group is not None:
+                held = sum(stored.nbytes for main in unit.main_params for stored in main.stored().values())
+                held += _bytes(main.grad for main in unit.main_params if unit.grad_copies)
+                padding += mains + states + _bytes(target for target, _ in unit.grad_copies) - held
+        elif unit.flats:
             states = _bytes(tensor for flats in unit.flats for name, tensor in flats.items() if name != "main_param")
             moments += states
             held = sum(main.main.numel() for main in unit.main_params)

@@ -36,6 +36,7 @@ from megatron.core.optimizer.param_groups import (
     group_scalars,
     load_group_scalars,
 )
+from megatron.core.optimizer.stored_values import BlockwiseParam, Plain, Rounding, Stored, StoredFlats, update_in_blocks
 from megatron.core.optimizer.update_rules import Rule, UpdateRule, build_update_rules
 from megatron.core.param_meta import ParamMeta, param_meta
 
@@ -50,6 +51,8 @@ class MainParam:
     """The elements [start, start + len(main)) of a flattened parameter, as the optimizer sees them.
 
     main: 1-D, fp32 (or the parameter's own memory where it is wide). grad: 1-D, same dtype. state: name -> 1-D, like main.
+    blockwise: with use_precision_aware_optimizer, the values as they are stored; `main` is then only as long as they are, `state`
+        empty, and `grad` may be 16-bit.
     """
 
     name: str
@@ -59,6 +62,32 @@ class MainParam:
     grad: torch.Tensor
     state: dict[str, torch.Tensor]
     group: dict[str, Any]
+    blockwise: BlockwiseParam | None = None
+
+    def stored(self) -> Mapping[str, Stored]:
+        """main_param and states by name, in whatever form they are kept."""
+        if self.blockwise is not None:
+            return self.blockwise.stored
+        return {name: Plain(tensor) for name, tensor in ({"main_param": self.main} | self.state).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadTargets:
+    """Where a checkpoint is to be read to.
+
+    tensors: by name, in the dtypes that the checkpoint has. converted: what changes its dtype, by parameter-free name. finish: to be
+    called when everything was read, before `reload_after_load`.
+    """
+
+    tensors: dict[str, ShardedTensor]
+    converted: tuple[str, ...]
+    pending: tuple[tuple[Stored, torch.Tensor], ...]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Take what was read in another dtype."""
+        for stored, values in self.pending:
+            stored.assign(values)
 
 
 @dataclasses.dataclass
@@ -68,7 +97,8 @@ class UpdateUnit:
     grad_copies, param_copies: (to, from) pairs that carry gradients into fp32 before the norm, and main params into the model
     after the update. dense, expert: flat gradients that this rank adds to the norm. bucket_group: whose gather follows.
     flats: per bucket, name -> this rank's flat memory (main_param and states). matrices: those that Muon updates, held by this
-    rank or not; the other main params are updated here.
+    rank or not; the other main params are updated here. stored: per bucket or parameter, the memory of values in other forms.
+    rounding: how they are rounded.
     """
 
     main_params: list[MainParam]
@@ -79,6 +109,8 @@ class UpdateUnit:
     bucket_group: _ParamAndGradBucketGroup | None = None
     flats: list[dict[str, torch.Tensor]] = dataclasses.field(default_factory=list)
     matrices: list[SharedMatrix] = dataclasses.field(default_factory=list)
+    stored: list[StoredFlats] = dataclasses.field(default_factory=list)
+    rounding: Rounding | None = None
 
     def copy_grads(self) -> None:
         """16-bit gradients -> fp32."""
@@ -89,19 +121,47 @@ class UpdateUnit:
         """Main params -> model parameters, rounded to their dtype."""
         for target, source in self.param_copies:
             target.copy_(source)
+        for blockwise in self._blockwise:
+            blockwise.write_model()
+
+    def take_params(self) -> None:
+        """Model parameters -> main params."""
+        for target, source in self.param_copies:
+            source.copy_(target)
+        for blockwise in self._blockwise:
+            blockwise.read_model()
 
     def update(self, rules: Mapping[str, UpdateRule], divisor: float) -> None:
         """One step of its rule on every main param that has one of `rules`, group by group."""
+        for group, params in self._blockwise_by_group:
+            update_in_blocks(rules[group["optimizer"]], params, group, divisor, self.rounding)
         for group, mains, grads, states in self._by_group:
             if group["optimizer"] in rules:
                 rules[group["optimizer"]].update(mains, grads, states, group, divisor)
 
+    def after_update(self) -> None:
+        """Main params -> model parameters, where `update` has not written these itself."""
+        if not self._blockwise:
+            self.copy_params()
+
+    @functools.cached_property
+    def _blockwise(self) -> list[BlockwiseParam]:
+        return [main.blockwise for main in self.main_params if main.blockwise is not None]
+
+    @functools.cached_property
+    def _blockwise_by_group(self) -> list[tuple[dict[str, Any], list[BlockwiseParam]]]:
+        groups = {id(main.group): main.group for main in self.main_params}
+        members = [(main.group, main.blockwise) for main in self.main_params if main.blockwise is not None]
+        by_group = [(group, [param for owner, param in members if owner is group]) for group in groups.values()]
+        return [(group, params) for group, params in by_group if params]
+
     @functools.cached_property
     def _by_group(self) -> list[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor], dict[str, list[torch.Tensor]]]]:
-        groups = {id(main.group): main.group for main in self.main_params}
+        own = [main for main in self.main_params if main.blockwise is None]
+        groups = {id(main.group): main.group for main in own}
         lists = []
         for key, group in groups.items():
-            members = [main for main in self.main_params if id(main.group) == key]
+            members = [main for main in own if id(main.group) == key]
             states = {name: [main.state[name] for main in members] for name in members[0].state}
             lists.append((group, [main.main for main in members], [main.grad for main in members], states))
         return lists
@@ -272,7 +332,7 @@ class MegatronOptimizer(ABC):
             if matrices is not None:
                 matrices.finish()
             for unit in units:
-                unit.copy_params()
+                unit.after_update()
                 self._after_unit(unit)
         self._after_update()
 
@@ -331,8 +391,7 @@ class MegatronOptimizer(ABC):
         """Model parameters were changed (loaded): take them as main params."""
         self.finish_param_sync()
         for unit in self.units:
-            for model, main in unit.param_copies:
-                main.copy_(model)
+            unit.take_params()
 
     @torch.no_grad()
     def reload_after_load(self) -> None:
@@ -349,7 +408,7 @@ class MegatronOptimizer(ABC):
             "layout": self._layout(),
             "common": self.common_state_dict(),
             "state": {
-                main.name: {name: tensor.clone() for name, tensor in self._tensors_of(main).items()}
+                main.name: {name: stored.values().clone() for name, stored in main.stored().items()}
                 for main in self.main_params()
             },
         }
@@ -366,8 +425,8 @@ class MegatronOptimizer(ABC):
                 raise CheckpointError(f"the optimizer state was saved with another {key}: {difference}; {_ADVICE}")
         self.finish_param_sync()
         for main in self.main_params():
-            for name, tensor in self._tensors_of(main).items():
-                tensor.copy_(state_dict["state"][main.name][name])
+            for name, stored in main.stored().items():
+                stored.assign(state_dict["state"][main.name][name])
         self.load_common_state_dict(state_dict["common"])
         self._load_back()
 
@@ -405,18 +464,39 @@ class MegatronOptimizer(ABC):
                 f"{own[0]} ({', '.join(own[1])}); give the options of that run, or --no-load-optim to start with fresh state"
             )
 
+    @torch.no_grad()
     def sharded_state_dict(self) -> dict[str, ShardedTensor]:
-        """What this rank holds of `optimizer.<main_param, exp_avg, ...>.<parameter>`: live memory, loading copies in place."""
-        return {tensor.name: tensor for main in self.main_params() for tensor in self._sharded(main)}
+        """What this rank holds of `optimizer.<main_param, exp_avg, ...>.<parameter>`: live memory, or fp32 copies of values that are
+        kept in another form (remainders, fp16 in rows). To load use `load_targets`."""
+        tensors = [
+            self._sharded(main, name, stored.values()) for main in self.main_params() for name, stored in main.stored().items()
+        ]
+        return {tensor.name: tensor for tensor in tensors if tensor.pieces}
 
-    def _sharded(self, main: MainParam) -> list[ShardedTensor]:
-        meta = param_meta(main.param)
-        tensors = []
-        for name, data in self._tensors_of(main).items():
-            tensor = logical_tensor(f"optimizer.{name}.{main.name}", main.param, main.start, data, self._replication(meta))
-            if tensor.pieces:
-                tensors.append(tensor)
-        return tensors
+    @torch.no_grad()
+    def load_targets(self, dtypes: Mapping[str, torch.dtype]) -> LoadTargets:
+        """Tensors to load this rank's state into: live memory where the checkpoint's dtype is its own.
+
+        dtypes: of the checkpoint's tensors, by name.
+        """
+        tensors, pending, converted = {}, [], set()
+        for main in self.main_params():
+            for name, stored in main.stored().items():
+                saved = dtypes.get(f"optimizer.{name}.{main.name}")
+                data, live = stored.values(), stored.live
+                if live is None or saved not in (None, live.dtype):
+                    data = data.to(saved or torch.float32, copy=True)
+                    pending.append((stored, data))
+                    if stored.form != "bf16 parameters and remainders" or data.dtype != torch.float32:
+                        converted.add(f"{name} from {str(data.dtype).removeprefix('torch.')} to {stored.form}")
+                tensor = self._sharded(main, name, data)
+                if tensor.pieces:
+                    tensors[tensor.name] = tensor
+        return LoadTargets(tensors, tuple(sorted(converted)), tuple(pending))
+
+    def _sharded(self, main: MainParam, name: str, data: torch.Tensor) -> ShardedTensor:
+        replication = self._replication(param_meta(main.param))
+        return logical_tensor(f"optimizer.{name}.{main.name}", main.param, main.start, data, replication)
 
     def _replication(self, meta: ParamMeta) -> Replication:
         tp = "expt_tp" if meta.is_expert else "tp"
@@ -435,9 +515,25 @@ class MegatronOptimizer(ABC):
         tensor = ("expt_tp" if meta.is_expert else "tp",) if meta.tp_dim is None else ()
         return (*tensor, *(("embd",) if meta.shared_embedding else ()))
 
-    @staticmethod
-    def _tensors_of(main: MainParam) -> dict[str, torch.Tensor]:
-        return {"main_param": main.main, **main.state}
+    def _rounding(self) -> Rounding | None:
+        return Rounding(self.config.seed) if self.config.stochastic_rounding else None
+
+    def _fp32_grads(self, grads: torch.Tensor, unit: UpdateUnit) -> torch.Tensor:
+        """The gradients that the optimizer reads: fp32, or those of the buffer if main_grads_dtype is 16-bit."""
+        if grads.dtype in WIDE_DTYPES or self.config.main_grads_dtype != "fp32":
+            return grads
+        copy = torch.zeros_like(grads, dtype=torch.float32)
+        unit.grad_copies.append((copy, grads))
+        return copy
+
+    def _blockwise_main(
+        self, flats: StoredFlats, part: slice, param: torch.nn.Parameter, name: str, start: int, grad: torch.Tensor
+    ) -> MainParam:
+        """The parameter whose elements from `start` on lie in `part` of `flats`."""
+        meta = param_meta(param)
+        split = f" on tensor-parallel rank {self.groups.rank('tp')}" if meta.tp_dim is not None else ""
+        blockwise = BlockwiseParam(flats.cut(part), flats.model[part], grad, name + split, start)
+        return MainParam(name, param, start, flats.model[part], grad, {}, self._group_of[param], blockwise)
 
     def _layout(self) -> dict[str, Any]:
         """What must agree for a local state to be loaded."""
@@ -454,30 +550,30 @@ class _WholeParamOptimizer(MegatronOptimizer):
     """Every rank updates all parameters, with the same gradients."""
 
     def _build_units(self) -> list[UpdateUnit]:
-        unit = UpdateUnit([], [], [], [], [])
+        unit = UpdateUnit([], [], [], [], [], rounding=self._rounding())
         for chunk in self.model_chunks:
             for buffer in chunk.all_buffers():
-                grads = buffer.grad_data
-                if grads.dtype not in WIDE_DTYPES:
-                    grads = torch.zeros_like(grads, dtype=torch.float32)
-                    unit.grad_copies.append((grads, buffer.grad_data))
-                self._add_params(unit, buffer, grads)
+                self._add_params(unit, buffer, self._fp32_grads(buffer.grad_data, unit))
         return [unit]
 
     def _add_params(self, unit: UpdateUnit, buffer: _ParamAndGradBuffer, grads: torch.Tensor) -> None:
         counted = []
         for param, (start, end, _) in buffer.param_index_map.items():
-            model = param.data.view(-1)
+            model, name, grad = param.data.view(-1), buffer.param_to_name[param], grads[start:end]
+            if self._counts(param):
+                counted.append(Range(start, end))
+            if self.config.use_precision_aware_optimizer:
+                flats = StoredFlats(self.config, model, self.state_names_of(param))
+                unit.stored.append(flats)
+                unit.main_params.append(self._blockwise_main(flats, slice(0, end - start), param, name, 0, grad))
+                continue
             main = self._main_of(model)
             if main is not model:
                 unit.param_copies.append((model, main))
             state = {name: torch.zeros_like(main) for name in self.state_names_of(param)[1:]}
-            name, group = buffer.param_to_name[param], self._group_of[param]
-            unit.main_params.append(MainParam(name, param, 0, main, grads[start:end], state, group))
-            if group["optimizer"] == "muon":
+            unit.main_params.append(MainParam(name, param, 0, main, grad, state, self._group_of[param]))
+            if self._group_of[param]["optimizer"] == "muon":
                 unit.matrices.append(self._shared_matrix(param, unit.main_params[-1], [Range(0, param.numel())]))
-            if self._counts(param):
-                counted.append(Range(start, end))
         expert = any(param_meta(param).is_expert for param in buffer.params)
         (unit.expert if expert else unit.dense).extend(grads[held.slice()] for held in norm_ranges(counted))
 
@@ -599,6 +695,15 @@ class ChainedOptimizer:
         """Inverse of `common_state_dict`."""
         for optimizer, part in zip(self.chained_optimizers, state["chained"], strict=True):
             optimizer.load_common_state_dict(part)
+
+    def load_targets(self, dtypes: Mapping[str, torch.dtype]) -> LoadTargets:
+        """Union of each one's."""
+        parts = [optimizer.load_targets(dtypes) for optimizer in self.chained_optimizers]
+        return LoadTargets(
+            {name: tensor for part in parts for name, tensor in part.tensors.items()},
+            tuple(sorted({text for part in parts for text in part.converted})),
+            tuple(pair for part in parts for pair in part.pending),
+        )
 
     def sharded_state_dict(self) -> dict[str, ShardedTensor]:
         """Union of each one's tensors; parameter names are distinct."""

@@ -106,12 +106,36 @@ class OptimizerConfig:
         "Needs use_distributed_optimizer and overlap_param_gather.",
     )
     use_precision_aware_optimizer: bool = config_field(
-        False, help="Keep optimizer states in the dtypes below (later version; only False is accepted now)."
+        False, help="Keep optimizer values in the dtypes below; updates are computed in fp32. Needs optimizer=adam."
     )
-    main_grads_dtype: str = config_field("fp32", choices=("fp32",), help="dtype of the gradients the optimizer reads.")
-    main_params_dtype: str = config_field("fp32", choices=("fp32",), help="dtype of the main params.")
-    exp_avg_dtype: str = config_field("fp32", choices=("fp32",), help="dtype of the first moment.")
-    exp_avg_sq_dtype: str = config_field("fp32", choices=("fp32",), help="dtype of the second moment.")
+    main_grads_dtype: str = config_field(
+        "fp32",
+        choices=("fp32", "bf16"),
+        help="dtype of the gradients that the optimizer reads; bf16 = gradients are accumulated, reduced and read in bf16 (needs bf16).",
+    )
+    main_params_dtype: str = config_field(
+        "fp32",
+        choices=("fp32", "fp16", "bf16"),
+        help="dtype of the main params of 16-bit parameters. bf16 = of a bf16 model the parameters themselves; fp16 = fp16 numbers "
+        "with a power of two per row of 32 elements.",
+    )
+    exp_avg_dtype: str = config_field(
+        "fp32", choices=("fp32", "fp16", "bf16"), help="dtype of the first moment; fp16 as in main_params_dtype."
+    )
+    exp_avg_sq_dtype: str = config_field(
+        "fp32", choices=("fp32", "fp16", "bf16"), help="dtype of the second moment; fp16 as in main_params_dtype."
+    )
+    store_param_remainders: bool | None = config_field(
+        None,
+        help="Keep of fp32 main params only what the bf16 parameters lack, in 2 bytes instead of 4; exact. Default: on with "
+        "use_precision_aware_optimizer, bf16 and main_params_dtype=fp32, which it needs.",
+    )
+    stochastic_rounding: bool = config_field(
+        False,
+        help="Round 16-bit optimizer values up or down with probabilities that make the mean exact, so that small updates add up. "
+        "Depends on seed, step and element only: the same with any number of data-parallel ranks and after a resume.",
+    )
+    seed: int = config_field(1234, minimum=0, linked="training.seed", help="Seed of stochastic_rounding.")
 
     def __post_init__(self) -> None:
         problems = [f"{name} {reason}" for name, reason in field_violations(self)]
@@ -131,10 +155,37 @@ class OptimizerConfig:
             problems.append(
                 f"decoupled_weight_decay=False is only used with optimizer=adam, got {self.optimizer}; leave it True"
             )
-        if self.use_precision_aware_optimizer:
-            problems.append("use_precision_aware_optimizer=True is not supported in this version; leave it False")
+        problems += self._precision_problems()
         if problems:
             raise ConfigError("; ".join(problems))
+
+    def _precision_problems(self) -> list[str]:
+        names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        narrow = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != "fp32"]
+        problems = []
+        if not self.use_precision_aware_optimizer:
+            given = [*narrow, *(["stochastic_rounding=True"] if self.stochastic_rounding else [])]
+            given += ["store_param_remainders=True"] if self.store_param_remainders else []
+            return [f"{option} needs use_precision_aware_optimizer=True" for option in given]
+        if self.optimizer != "adam":
+            problems.append(f"use_precision_aware_optimizer=True needs optimizer=adam, got {self.optimizer}")
+        if self.main_grads_dtype == "bf16" and not self.bf16:
+            problems.append("main_grads_dtype=bf16 needs bf16=True")
+        if self.main_params_dtype != "fp32" and not (self.bf16 or self.fp16):
+            problems.append(
+                f"main_params_dtype={self.main_params_dtype} needs bf16=True or fp16=True: fp32 parameters are their own main params"
+            )
+        if self.store_param_remainders and not (self.bf16 and self.main_params_dtype == "fp32"):
+            problems.append("store_param_remainders=True needs bf16=True and main_params_dtype=fp32")
+        if self.stochastic_rounding and not [text for text in narrow if "grads" not in text]:
+            problems.append(f"stochastic_rounding=True needs one of {', '.join(names[1:])} to be fp16 or bf16")
+        return problems
+
+    @property
+    def remainders(self) -> bool:
+        """Whether main params are kept as remainders."""
+        chosen = self.store_param_remainders
+        return self.use_precision_aware_optimizer and self.bf16 and self.main_params_dtype == "fp32" and chosen is not False
 
     @property
     def params_dtype(self) -> torch.dtype:

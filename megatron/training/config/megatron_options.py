@@ -129,7 +129,8 @@ _UNSUPPORTED: Mapping[str, str] = {
         max-tokens-to-oom output-bert-embeddings""",
     "replicas are compared by checkpoint checksums": "check-weight-hash-across-dp-replicas-interval",
     "the exit signals are SIGTERM and SIGUSR1 (exit_signal_handler)": "exit-signal exit-signal-handler-for-dataloader",
-    "buckets are set by ddp_bucket_size": "ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw grad-reduce-in-bf16",
+    "gradients are reduced in the dtype that the optimizer reads; use main_grads_dtype=bf16": "grad-reduce-in-bf16",
+    "buckets are set by ddp_bucket_size": "ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw",
     "distillation, quantisation and reinforcement learning are not supported": """
         export-kd-teacher-load export-kd-cfg export-quant-cfg perform-rl-step grpo-iterations""",
     "the vocabulary's padding follows make_vocab_size_divisible_by": "padded-vocab-size",

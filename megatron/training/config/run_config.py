@@ -261,13 +261,13 @@ class RunConfig:
     def ddp_config(self, data_parallel_size: int) -> DistributedDataParallelConfig:
         """What `DistributedDataParallel` takes on that many data-parallel ranks (context parallelism included).
 
-        Derived as in Megatron: bf16 reduces gradients in fp32; the default bucket grows with the ranks; fp16 leaves non-finite
+        Derived as in Megatron: bf16 reduces gradients in fp32, unless main_grads_dtype is bf16; the default bucket grows with the ranks; fp16 leaves non-finite
         gradients to the loss scaler.
         """
         bucket = self.ddp.bucket_size or max(40_000_000, 1_000_000 * data_parallel_size)
         return dataclasses.replace(
             self.ddp,
-            grad_reduce_in_fp32=self.ddp.grad_reduce_in_fp32 or self.parallel.bf16,
+            grad_reduce_in_fp32=self.ddp.grad_reduce_in_fp32 or (self.parallel.bf16 and self.optimizer.main_grads_dtype == "fp32"),
             check_for_nan_in_grad=self.ddp.check_for_nan_in_grad and not self.parallel.fp16,
             bucket_size=bucket,
         )

@@ -61,6 +61,8 @@ def _parallel(config: RunConfig) -> Iterator[str]:
 
 def _precision(config: RunConfig) -> Iterator[str]:
     optimizer = config.optimizer
+    if optimizer.main_grads_dtype == "bf16" and config.ddp.grad_reduce_in_fp32:
+        yield "main_grads_dtype=bf16 excludes grad_reduce_in_fp32 (--accumulate-allreduce-grads-in-fp32); keep one"
     if optimizer.loss_scale is not None and not optimizer.fp16:
         yield "loss_scale is only used with fp16=True; remove it or set that"
     if optimizer.initial_loss_scale < optimizer.min_loss_scale:

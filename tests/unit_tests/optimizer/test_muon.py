@@ -215,7 +215,7 @@ def _dp_zero(state, ddp):
             run_step(model, optimizer, step)
         return optimizer.get_parameter_state_dp_zero(), None
     optimizer.load_parameter_state_from_dp_zero(state if torch.distributed.get_rank() == 0 else None)
-    held = {main.name: {key: (main.start, value.clone()) for key, value in optimizer._tensors_of(main).items()} for main in optimizer.main_params()}
+    held = {main.name: {key: (main.start, stored.values().clone()) for key, stored in main.stored().items()} for main in optimizer.main_params()}
     return optimizer.get_parameter_state_dp_zero(), held
 
 
