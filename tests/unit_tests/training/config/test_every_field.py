@@ -21,7 +21,6 @@ VALUES: dict[str, Any] = {
     "model.recompute_method": "uniform",
     "training.rampup_batch_size": (2, 2, 12),
     "model.recompute_modules": ("mlp", "layernorm"),
-    "optimizer.use_precision_aware_optimizer": False,
     "model.attention_softmax_in_fp32": True,
     "optimizer.min_lr": 0.0,
     "optimizer.decoupled_weight_decay": False,
@@ -34,6 +33,11 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "model.recompute_granularity": {"recompute_method": "uniform", "recompute_num_layers": 1},
     "ddp.overlap_param_gather": {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
     "ddp.num_distributed_optimizer_instances": {"use_distributed_optimizer": True},
+    **{
+        f"optimizer.{name}": {"use_precision_aware_optimizer": True, "bf16": True}
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
+    },
+    "optimizer.stochastic_rounding": {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"},
     "optimizer.overlap_param_gather_with_optimizer_step": {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": True,
