@@ -159,11 +159,15 @@ class JsonlLogger:
         """Only log lines are written."""
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """Append the line; `num_zeros` and `params_norm` are there when they are measured."""
+        """Append the line; `num_zeros`, `params_norm` and `param_group_norms` are there when they are measured."""
         record = {name: getattr(metrics, name) for name in LOGGED_FIELDS}
         for name in ("num_zeros", "params_norm"):
             if getattr(metrics, name) is not None:
                 record[name] = getattr(metrics, name)
+        if metrics.group_norms:
+            record["param_group_norms"] = {
+                group: {name: _finite(norm) for name, norm in norms.items()} for group, norms in metrics.group_norms.items()
+            }
         self._append(record)
 
     def log_eval(self, metrics: EvalMetrics) -> None:
@@ -291,6 +295,8 @@ def tensorboard_scalars(metrics: StepMetrics, world_size: int) -> dict[str, floa
         "params-norm": metrics.params_norm,
         "iteration-time": metrics.step_time_s,
     }
+    for group, norms in metrics.group_norms.items():
+        scalars |= {f"{tag}/{group}": norms.get(name) for name, tag in (("grad", "grad-norm"), ("param", "params-norm"))}
     return {tag: float(value) for tag, value in scalars.items() if value is not None}
 
 

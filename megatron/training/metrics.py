@@ -7,6 +7,7 @@ The loss of an interval is sum(token losses) / sum(tokens) over all its tokens, 
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from megatron.training.train_state import TrainState
 
@@ -41,6 +42,7 @@ class StepResult:
     grad_norm: L2 norm before clipping; None where the step ended before it was known. skipped: no update was made.
     nan: loss or gradient was not finite (a loss-scale overflow is skipped, but not nan).
     num_zeros: zero elements of the gradient, if counted. params_norm: L2 norm of the parameters, if asked for.
+    group_norms: by parameter group, norms of the gradients (`grad`, before clipping) and of the parameters (`param`), if asked for.
     """
 
     loss_sum: float
@@ -50,6 +52,7 @@ class StepResult:
     nan: bool
     num_zeros: int | None = None
     params_norm: float | None = None
+    group_norms: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,7 @@ class StepMetrics:
     """One log line: the interval that ends with step `iteration` of `train_iters`.
 
     lm_loss: token mean over the interval; nan if every step was skipped. grad_norm, learning_rate, loss_scale,
-    global_batch_size, num_zeros, params_norm: of the last step. skipped, nan: steps of the interval without an update, and with a
+    global_batch_size, num_zeros, params_norm, group_norms: of the last step. skipped, nan: steps of the interval without an update, and with a
     non-finite loss or gradient. *_time_s: seconds per step, mean; step_time_s is wall time and includes data_time_s.
     tokens_per_s: of all ranks together. tflops_per_rank: model FLOPs (not those of recomputation), in 1e12/s.
     mfu: tflops_per_rank over the device's dense peak, 0..1; None where the peak is not known.
@@ -85,6 +88,7 @@ class StepMetrics:
     eta_s: float
     num_zeros: int | None = None
     params_norm: float | None = None
+    group_norms: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +193,7 @@ class MetricsAccumulator:
             eta_s=step_time * max(0, self.train_iters - state.iteration),
             num_zeros=self._last.num_zeros,
             params_norm=self._last.params_norm,
+            group_norms=self._last.group_norms,
         )
         self._clear()
         return metrics

@@ -326,6 +326,7 @@ class Trainer:
             nan=nan,
             num_zeros=num_zeros,
             params_norm=self._params_norm(),
+            group_norms={} if agreed.bad_loss else self._group_norms(),
         ), agreed.stop
 
     def _agree(self, loss_sum: torch.Tensor, tokens: torch.Tensor) -> "Agreement":
@@ -502,6 +503,22 @@ class Trainer:
         square = torch.stack([norm.double().square() for norm in norms] or [torch.zeros((), dtype=torch.float64)]).sum()
         collectives.all_reduce(square, self.groups.mp)  # sum over tp and pp, fp64
         return math.sqrt(square.item())
+
+    def _group_norms(self) -> dict[str, dict[str, float]]:
+        """L2 norms by parameter group: of the step's gradients before clipping, of the parameters; empty unless they are to be logged."""
+        grads = self.optimizer.group_grad_norms
+        if not grads:
+            return {}
+        self.optimizer.finish_param_sync()
+        squares = dict.fromkeys(grads, torch.zeros((), dtype=torch.float64))
+        for param in self._parameters_counted_here():
+            label = self.optimizer.label_of(param)
+            if label is not None:
+                squares[label] = squares[label] + torch.linalg.vector_norm(param.detach().float()).double().square()
+        total = torch.stack([square.to(self.device) for square in squares.values()])
+        collectives.all_reduce(total, self.groups.mp)  # sum over tp and pp, fp64
+        params = dict(zip(squares, total.sqrt().tolist(), strict=True))
+        return {label: {"grad": norm, "param": params[label]} for label, norm in grads.items()}
 
     def _parameters_counted_here(self) -> list[torch.nn.Parameter]:
         """Each parameter, or part of one, is counted by one rank of a copy of the model."""

@@ -25,7 +25,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 from megatron.core.distributed.param_layout import Range
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.optimizer.distrib_optimizer_state import cut_params, gather_flat, logical_tensor, scatter_flat
-from megatron.core.optimizer.optimizer import WIDE_DTYPES, MainParam, MegatronOptimizer, UpdateUnit, main_dtype, norm_ranges
+from megatron.core.optimizer.optimizer import WIDE_DTYPES, MainParam, MegatronOptimizer, UpdateUnit, main_dtype
 from megatron.core.optimizer.shard_map import build_shard_map, pack_states
 from megatron.core.optimizer.stored_values import Stored, StoredFlats
 from megatron.core.param_meta import ParamMeta, param_meta
@@ -68,9 +68,7 @@ class DistributedOptimizer(MegatronOptimizer):
         else:
             self._add_main_params(unit, buffer, param_shard, grad, shard_map)
             self._add_matrices(unit, buffer, bucket)
-        counted = [ranges["gbuf_local"] for param, ranges in shard_map.items() if self._counts(param)]
-        expert = any(param_meta(param).is_expert for param in bucket.params_list)
-        (unit.expert if expert else unit.dense).extend(grad[held.slice()] for held in norm_ranges(counted))
+        self._count(unit, grad, {param: ranges["gbuf_local"] for param, ranges in shard_map.items() if self._counts(param)})
 
     def _add_main_params(
         self,

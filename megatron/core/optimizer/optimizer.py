@@ -33,6 +33,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import (
     Condition,
     build_param_groups,
+    group_label,
     group_scalars,
     load_group_scalars,
 )
@@ -95,7 +96,7 @@ class UpdateUnit:
     """Main params that are updated together.
 
     grad_copies, param_copies: (to, from) pairs that carry gradients into fp32 before the norm, and main params into the model
-    after the update. dense, expert: flat gradients that this rank adds to the norm. bucket_group: whose gather follows.
+    after the update. dense, expert: flat gradients that this rank adds to the norm; by_group: the same by parameter group. bucket_group: whose gather follows.
     flats: per bucket, name -> this rank's flat memory (main_param and states). matrices: those that Muon updates, held by this
     rank or not; the other main params are updated here. stored: per bucket or parameter, the memory of values in other forms.
     rounding: how they are rounded.
@@ -106,6 +107,7 @@ class UpdateUnit:
     param_copies: list[tuple[torch.Tensor, torch.Tensor]]
     dense: list[torch.Tensor]
     expert: list[torch.Tensor]
+    by_group: list[tuple[dict[str, Any], torch.Tensor]] = dataclasses.field(default_factory=list)
     bucket_group: _ParamAndGradBucketGroup | None = None
     flats: list[dict[str, torch.Tensor]] = dataclasses.field(default_factory=list)
     matrices: list[SharedMatrix] = dataclasses.field(default_factory=list)
@@ -169,10 +171,11 @@ class UpdateUnit:
 
 @dataclasses.dataclass(frozen=True)
 class GradStats:
-    """Over all ranks: squared norm of the unscaled gradients, and number of zeros where it was asked for."""
+    """Over all ranks: squared norm of the unscaled gradients, number of zeros and squares by parameter group where asked for."""
 
     square: float
     num_zeros: int | None
+    group_squares: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def norm(self) -> float:
@@ -202,6 +205,7 @@ class MegatronOptimizer(ABC):
         self.model_chunks = list(model_chunks)
         self.groups = self.model_chunks[0].pg_collection
         self.grad_scaler: MegatronGradScaler = build_grad_scaler(config)
+        self.group_grad_norms: dict[str, float] = {}  # of the last step, by `group_label`; with log_param_group_norms
         self._steps = 0  # updates so far, also of a stage without parameters
         named = [(name, param) for chunk in self.model_chunks for param, name in chunk.param_to_name.items()]
         self.device = named[0][1].device if named else torch.device("cpu")
@@ -296,7 +300,34 @@ class MegatronOptimizer(ABC):
         self._sum_over_ranks(dense, expert=False)
         square, num_zeros = (dense + expert).tolist()
         counted = int(num_zeros) if self.config.log_num_zeros_in_grad else None
-        return GradStats(square / self.grad_scaler.value**2, counted)
+        by_group = {label: part / self.grad_scaler.value**2 for label, part in self._group_squares().items()}
+        self.group_grad_norms = {label: math.sqrt(part) if part >= 0 else math.nan for label, part in by_group.items()}
+        return GradStats(square / self.grad_scaler.value**2, counted, by_group)
+
+    def _group_squares(self) -> dict[str, float]:
+        """Sum of squares of the gradients over all ranks by `group_label`; empty unless log_param_group_norms."""
+        if not self.config.log_param_group_norms:
+            return {}
+        totals = {expert: torch.zeros(len(self.group_labels), dtype=torch.float64) for expert in (False, True)}
+        for index, label in enumerate(self.group_labels):
+            for group in self._param_groups:
+                if group_label(group) == label:
+                    flats = (flat for unit in self.units for owner, flat in unit.by_group if owner is group)
+                    totals[group["is_expert_parallel"]][index] = sum_of_squares(flats)
+        for expert, part in totals.items():
+            totals[expert] = part.to(self.device)
+            self._sum_over_ranks(totals[expert], expert)
+        return dict(zip(self.group_labels, (totals[False] + totals[True]).tolist(), strict=True))
+
+    @functools.cached_property
+    def group_labels(self) -> list[str]:
+        """`group_label` of the groups of all ranks, sorted (a collective over all ranks at first)."""
+        own = [group_label(group) for group in self._param_groups]
+        return sorted({label for labels in collectives.gather_objects(own, self.groups.world) for label in labels})
+
+    def label_of(self, param: torch.nn.Parameter) -> str | None:
+        """`group_label` of the parameter's group; None for one that is not trained."""
+        return group_label(self._group_of[param]) if param in self._group_of else None
 
     def _local_totals(self, expert: bool) -> torch.Tensor:
         """fp64 [2]: sum of squares and number of zeros of the gradients that this rank counts."""
@@ -515,6 +546,14 @@ class MegatronOptimizer(ABC):
         tensor = ("expt_tp" if meta.is_expert else "tp",) if meta.tp_dim is None else ()
         return (*tensor, *(("embd",) if meta.shared_embedding else ()))
 
+    def _count(self, unit: UpdateUnit, grads: torch.Tensor, counted: Mapping[torch.nn.Parameter, Range]) -> None:
+        """Have this rank add parts of a flat gradient to the norms: of parameters that are all experts' or all dense."""
+        expert = any(param_meta(param).is_expert for param in counted)
+        (unit.expert if expert else unit.dense).extend(grads[held.slice()] for held in norm_ranges(counted.values()))
+        for group in self._param_groups:
+            own = [held for param, held in counted.items() if self._group_of[param] is group]
+            unit.by_group += [(group, grads[held.slice()]) for held in norm_ranges(own)]
+
     def _rounding(self) -> Rounding | None:
         return Rounding(self.config.seed) if self.config.stochastic_rounding else None
 
@@ -557,11 +596,11 @@ class _WholeParamOptimizer(MegatronOptimizer):
         return [unit]
 
     def _add_params(self, unit: UpdateUnit, buffer: _ParamAndGradBuffer, grads: torch.Tensor) -> None:
-        counted = []
+        counted = {}
         for param, (start, end, _) in buffer.param_index_map.items():
             model, name, grad = param.data.view(-1), buffer.param_to_name[param], grads[start:end]
             if self._counts(param):
-                counted.append(Range(start, end))
+                counted[param] = Range(start, end)
             if self.config.use_precision_aware_optimizer:
                 flats = StoredFlats(self.config, model, self.state_names_of(param))
                 unit.stored.append(flats)
@@ -574,8 +613,7 @@ class _WholeParamOptimizer(MegatronOptimizer):
             unit.main_params.append(MainParam(name, param, 0, main, grad, state, self._group_of[param]))
             if self._group_of[param]["optimizer"] == "muon":
                 unit.matrices.append(self._shared_matrix(param, unit.main_params[-1], [Range(0, param.numel())]))
-        expert = any(param_meta(param).is_expert for param in buffer.params)
-        (unit.expert if expert else unit.dense).extend(grads[held.slice()] for held in norm_ranges(counted))
+        self._count(unit, grads, counted)
 
     @abstractmethod
     def _main_of(self, model: torch.Tensor) -> torch.Tensor:

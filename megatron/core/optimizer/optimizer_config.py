@@ -96,6 +96,9 @@ class OptimizerConfig:
         "adam", choices=("adam", "lion"), help="Rule of the parameters that Muon is not for."
     )
     clip_grad: float = config_field(1.0, minimum=0, help="Global L2 norm to which gradients are clipped; 0 = off.")
+    log_param_group_norms: bool = config_field(
+        False, help="Log the L2 norms of the gradients and of the parameters of each parameter group; reads both once more per step."
+    )
     log_num_zeros_in_grad: bool = config_field(False, help="Count and log zeros in the gradient.")
     use_distributed_optimizer: bool = config_field(
         False, linked="ddp.use_distributed_optimizer", help="Shard optimizer state over data parallelism (ZeRO stage 1)."

@@ -84,6 +84,14 @@ def group_identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(group[key] for key in _IDENTITY)
 
 
+def group_label(group: Mapping[str, Any]) -> str:
+    """A group's identity in words, for logs: `adam, decayed`, `adam, not decayed, decoupled lr` ..."""
+    parts = [group["optimizer"], "decayed" if group["wd_mult"] else "not decayed"]
+    parts += ["decoupled lr"] * group["is_decoupled_lr"] + ["experts"] * group["is_expert_parallel"]
+    parts += [f"lr x {group['lr_mult']:g}"] * (group["lr_mult"] != 1.0)
+    return ", ".join(parts)
+
+
 def group_scalars(group: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON-able entries of a group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
