@@ -126,7 +126,7 @@ def _state_to_save(
         aliases[name] = twin.name
         for piece in tensor.pieces:
             local = _region_of(twin, piece)
-            if local is None or not (_same_memory(local, piece.shaped()) or torch.equal(local, piece.shaped())):
+            if local is None or not (_same_memory(local, piece.shaped()) or torch.equal(local, piece.shaped().to(local.device))):
                 raise CheckpointError(f"{name} differs from {twin.name} (or is NaN): the parameters were not gathered after the last step")
     return tensors, aliases
 

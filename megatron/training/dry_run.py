@@ -8,6 +8,7 @@ import torch
 from megatron.core.datasets.gpt_dataset import SPLITS, build_gpt_datasets
 from megatron.core.distributed.param_layout import BufferLayout, ParamSpec, plan_buffer
 from megatron.core.errors import ConfigError
+from megatron.core.optimizer.offload import offloaded
 from megatron.core.optimizer.shard_map import pack_states
 from megatron.core.optimizer.stored_values import bytes_of
 from megatron.core.optimizer.update_rules import rule_name, state_names
@@ -109,9 +110,15 @@ def _memory(config: RunConfig, chunks: list[torch.nn.Module], dp: int) -> list[s
     owned = [bucket.range.size // shards for layout in layouts for bucket in layout.buckets]  # runs of elements whose state is kept
     if not sharded:
         owned = [spec.numel for layout in layouts for spec in layout.specs]
+    on_host = 0
+    if config.optimizer.optimizer_cpu_offload:  # buckets are updated in forward order, chunk by chunk
+        sizes = [bucket.range.size // shards for layout in layouts for bucket in reversed(layout.buckets)]
+        chosen = offloaded(sizes, config.optimizer.optimizer_offload_fraction)
+        owned, gone = ([size for size, out in zip(sizes, chosen, strict=True) if out == where] for where in (False, True))
+        on_host = _host_bytes(config, gone, param_size, grad_size)
     frozen = sum(p.numel() for p in params if not p.requires_grad)
     kind = config.parallel.params_dtype
-    if config.optimizer.use_precision_aware_optimizer:
+    if config.optimizer.use_precision_aware_optimizer or config.optimizer.optimizer_cpu_offload:
         names = state_names(config.optimizer, config.optimizer.optimizer)
         moments = sum(bytes_of(config.optimizer, name, kind, numel) for name in names for numel in owned)
     else:
@@ -129,11 +136,20 @@ def _memory(config: RunConfig, chunks: list[torch.nn.Module], dp: int) -> list[s
     total = sum(states.values())
     return [
         f"parameters per rank: {sum(p.numel() for p in params):,} ({sum(p.numel() for p in params if p.requires_grad):,} trained)",
-        "model state per rank: " + ", ".join(f"{name} {size:,} bytes" for name, size in states.items()) + f"; together {total:,} bytes",
+        "model state per rank: " + ", ".join(f"{name} {size:,} bytes" for name, size in states.items()) + f"; together {total:,} bytes"
+        + (f"; in host memory {on_host:,} bytes" if on_host else ""),
         f"of this padding: {(padded - unpadded):,} elements in {sum(len(layout.buckets) for layout in layouts)} bucket(s); activations are not counted",
         f"communication per rank and step: {int(traffic):,} bytes sent "
         + ("(reduce-scatter of gradients, all-gather of parameters)" if sharded else "(all-reduce of gradients)"),
     ]
+
+
+def _host_bytes(config: RunConfig, owned: list[int], param_size: int, grad_size: int) -> int:
+    """What optimizer_cpu_offload keeps in host memory for runs of elements: values, copies of parameters and gradients."""
+    optimizer, kind = config.optimizer, config.parallel.params_dtype
+    copies = param_size + grad_size + (4 if optimizer.main_grads_dtype == "fp32" and grad_size == 2 else 0)
+    names = ("main_param", *state_names(optimizer, optimizer.optimizer))
+    return sum(copies * numel + sum(bytes_of(optimizer, name, kind, numel) for name in names) for numel in owned)
 
 
 def _state_elements(chunk: torch.nn.Module, layout: BufferLayout, config: RunConfig, shards: int) -> int:

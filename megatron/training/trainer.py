@@ -27,6 +27,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.errors import ConfigError, NonFiniteError
 from megatron.core.models.gpt.gpt_model import padded_vocab_size
 from megatron.core.optimizer import MegatronOptimizer, describe_param_groups, get_megatron_optimizer, memory_report
+from megatron.core.optimizer.offload import offload_problem
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.param_meta import param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -106,6 +107,8 @@ class Trainer:
         self.timers = Timers(config.logging.timing_log_level)
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         problems = check_run_config(config, world)
+        if config.optimizer.optimizer_cpu_offload:
+            problems += [problem] if (problem := offload_problem(device)) else []
         if problems:
             raise known_to_all(ConfigError("\n".join(problems)))
         self.rank, self.world_size = own_rank(), world

@@ -67,3 +67,18 @@ def test_bytes_of_muon_are_those_of_the_fullest_rank(tmp_path: pathlib.Path) -> 
         )
         ranks = run_distributed(held, 2, flags)
         assert max(ranks, key=lambda rank: rank["moments"]) == foretold(flags, 2)
+
+
+def test_offloaded_bytes_are_those_that_leave_the_device_and_the_copies(tmp_path: pathlib.Path) -> None:
+    write_d0(str(tmp_path / "d0"))
+    common = dict(data_path=str(tmp_path / "d0"), ddp_bucket_size=5000, use_distributed_optimizer=True, bf16=True)
+    kept = foretold(t0_flags(**common), 2)
+    text = dry_run_report(parse_command_line(t0_flags(**common, optimizer_cpu_offload=True)).resolved.config, 2)
+    assert "main params 0 bytes, main grads 0 bytes, moments 0 bytes" in text
+    host = int(re.search(r"in host memory ([\d,]+) bytes", text).group(1).replace(",", ""))  # type: ignore[union-attr]
+    elements = kept["main_params"] // 4
+    assert host == kept["main_params"] + kept["moments"] + (2 + 4) * elements  # copies of bf16 parameters and fp32 gradients
+    half = t0_flags(**common, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    text = dry_run_report(parse_command_line(half).resolved.config, 2)
+    part = int(re.search(r"in host memory ([\d,]+) bytes", text).group(1).replace(",", ""))  # type: ignore[union-attr]
+    assert host / 2 <= part < host

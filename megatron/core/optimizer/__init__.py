@@ -9,6 +9,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.memory_report import MemoryReport, memory_report
+from megatron.core.optimizer.offload import Transfers
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
@@ -41,6 +42,7 @@ def get_megatron_optimizer(
     scale_lr_cond: Condition | None = None,
     lr_mult: float = 1.0,
     pg_collection: ProcessGroupCollection | None = None,
+    transfers: Transfers | None = None,
 ) -> MegatronOptimizer:
     """The optimizer that fits the configuration and the model's dtypes.
 
@@ -50,6 +52,7 @@ def get_megatron_optimizer(
         no_weight_decay_cond(name, param): True = not decayed; default: by ParamMeta, else tensors of one dimension are not.
         scale_lr_cond(name, param): True = learning rate times `lr_mult`.
         pg_collection: must be the one the chunks were built with; None = take theirs.
+        transfers: how values are copied with optimizer_cpu_offload; None = as fits the device.
 
     Raises ConfigError naming each disagreement.
     """
@@ -64,7 +67,12 @@ def get_megatron_optimizer(
     else:
         kind = FP32Optimizer
     return kind(
-        config, chunks, no_weight_decay_cond=no_weight_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
+        config,
+        chunks,
+        no_weight_decay_cond=no_weight_decay_cond,
+        scale_lr_cond=scale_lr_cond,
+        lr_mult=lr_mult,
+        transfers=transfers,
     )
 
 

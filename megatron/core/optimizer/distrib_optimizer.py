@@ -25,6 +25,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 from megatron.core.distributed.param_layout import Range
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.optimizer.distrib_optimizer_state import cut_params, gather_flat, logical_tensor, scatter_flat
+from megatron.core.optimizer.offload import OffloadedShard, offloaded
 from megatron.core.optimizer.optimizer import WIDE_DTYPES, MainParam, MegatronOptimizer, UpdateUnit, main_dtype
 from megatron.core.optimizer.shard_map import build_shard_map, pack_states
 from megatron.core.optimizer.stored_values import Stored, StoredFlats
@@ -42,21 +43,33 @@ class DistributedOptimizer(MegatronOptimizer):
 
     def _build_units(self) -> list[UpdateUnit]:
         link_model_chunks(self.model_chunks)
+        groups = [group for chunk in self.model_chunks for group in reversed(chunk.bucket_groups)]
+        owner = {id(bucket): buffer for chunk in self.model_chunks for buffer in chunk.all_buffers() for bucket in buffer.buckets}
+        sizes = [sum(bucket.grad_data.numel() for bucket in group.buckets) for group in groups]
+        fraction = self.config.optimizer_offload_fraction if self.config.optimizer_cpu_offload else 0.0
         units = []
-        for chunk in self.model_chunks:
-            owner = {id(bucket): buffer for buffer in chunk.all_buffers() for bucket in buffer.buckets}
-            for group in reversed(chunk.bucket_groups):
-                unit = UpdateUnit([], [], [], [], [], bucket_group=group, rounding=self._rounding())
-                for bucket in group.buckets:
-                    self._add_bucket(unit, group, owner[id(bucket)], bucket)
-                units.append(unit)
+        for group, on_host in zip(groups, offloaded(sizes, fraction), strict=True):
+            unit = UpdateUnit([], [], [], [], [], bucket_group=group, rounding=self._rounding())
+            for bucket in group.buckets:
+                self._add_bucket(unit, group, owner[id(bucket)], bucket, on_host)
+            units.append(unit)
         return units
 
     def _add_bucket(
-        self, unit: UpdateUnit, group: _ParamAndGradBucketGroup, buffer: _ParamAndGradBuffer, bucket: _ParamAndGradBucket
+        self,
+        unit: UpdateUnit,
+        group: _ParamAndGradBucketGroup,
+        buffer: _ParamAndGradBuffer,
+        bucket: _ParamAndGradBucket,
+        on_host: bool,
     ) -> None:
         assert bucket.param_data is not None
         param_shard, grad_shard = group.local_shard(bucket.param_data), group.local_shard(bucket.grad_data)
+        device_grad = grad_shard
+        if on_host:
+            assert self.transfers is not None
+            unit.offload.append(OffloadedShard.of(self.transfers, param_shard, grad_shard))
+            param_shard, grad_shard = unit.offload[-1].host_param, unit.offload[-1].host_grad
         grad = self._fp32_grads(grad_shard, unit)
         shard_map = self._build_model_gbuf_range(buffer, bucket.bucket_id)["param_map"]
         if self.config.use_precision_aware_optimizer:
@@ -68,7 +81,11 @@ class DistributedOptimizer(MegatronOptimizer):
         else:
             self._add_main_params(unit, buffer, param_shard, grad, shard_map)
             self._add_matrices(unit, buffer, bucket)
-        self._count(unit, grad, {param: ranges["gbuf_local"] for param, ranges in shard_map.items() if self._counts(param)})
+        for main in unit.main_params if on_host else ():
+            if main.param in shard_map:
+                main.device_grad = device_grad[shard_map[main.param]["gbuf_local"].slice()]
+        counted = {param: ranges["gbuf_local"] for param, ranges in shard_map.items() if self._counts(param)}
+        self._count(unit, device_grad if on_host else grad, counted)
 
     def _add_main_params(
         self,

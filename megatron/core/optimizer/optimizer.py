@@ -29,6 +29,7 @@ from megatron.core.optimizer.grad_scaler import MegatronGradScaler, build_grad_s
 from megatron.core.optimizer.matrix_owners import plan_rounds
 from megatron.core.optimizer.matrix_round import MatrixRound, SharedMatrix
 from megatron.core.optimizer.muon import Muon
+from megatron.core.optimizer.offload import OffloadedShard, Transfers, transfers_for
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import (
     Condition,
@@ -54,6 +55,7 @@ class MainParam:
     main: 1-D, fp32 (or the parameter's own memory where it is wide). grad: 1-D, same dtype. state: name -> 1-D, like main.
     blockwise: with use_precision_aware_optimizer, the values as they are stored; `main` is then only as long as they are, `state`
         empty, and `grad` may be 16-bit.
+    device_grad: the gradient on the device, where `grad` is a copy on the host that comes with the update.
     """
 
     name: str
@@ -64,6 +66,7 @@ class MainParam:
     state: dict[str, torch.Tensor]
     group: dict[str, Any]
     blockwise: BlockwiseParam | None = None
+    device_grad: torch.Tensor | None = None
 
     def stored(self) -> Mapping[str, Stored]:
         """main_param and states by name, in whatever form they are kept."""
@@ -99,7 +102,7 @@ class UpdateUnit:
     after the update. dense, expert: flat gradients that this rank adds to the norm; by_group: the same by parameter group. bucket_group: whose gather follows.
     flats: per bucket, name -> this rank's flat memory (main_param and states). matrices: those that Muon updates, held by this
     rank or not; the other main params are updated here. stored: per bucket or parameter, the memory of values in other forms.
-    rounding: how they are rounded.
+    rounding: how they are rounded. offload: per bucket, what is copied to and from the host, where all else of the unit lies then.
     """
 
     main_params: list[MainParam]
@@ -113,11 +116,22 @@ class UpdateUnit:
     matrices: list[SharedMatrix] = dataclasses.field(default_factory=list)
     stored: list[StoredFlats] = dataclasses.field(default_factory=list)
     rounding: Rounding | None = None
+    offload: list[OffloadedShard] = dataclasses.field(default_factory=list)
 
     def copy_grads(self) -> None:
         """16-bit gradients -> fp32."""
         for target, source in self.grad_copies:
             target.copy_(source)
+
+    def start_offload(self) -> None:
+        """Start fetching the gradients to the host."""
+        for shard in self.offload:
+            shard.start_grad()
+
+    def finish_offload(self) -> None:
+        """What the device does next sees the new parameters."""
+        for shard in self.offload:
+            shard.join_param()
 
     def copy_params(self) -> None:
         """Main params -> model parameters, rounded to their dtype."""
@@ -125,9 +139,16 @@ class UpdateUnit:
             target.copy_(source)
         for blockwise in self._blockwise:
             blockwise.write_model()
+        self._send_params()
+
+    def _send_params(self) -> None:
+        for shard in self.offload:
+            shard.send_param()
 
     def take_params(self) -> None:
         """Model parameters -> main params."""
+        for shard in self.offload:
+            shard.fetch_param()
         for target, source in self.param_copies:
             source.copy_(target)
         for blockwise in self._blockwise:
@@ -135,6 +156,10 @@ class UpdateUnit:
 
     def update(self, rules: Mapping[str, UpdateRule], divisor: float) -> None:
         """One step of its rule on every main param that has one of `rules`, group by group."""
+        for shard in self.offload:
+            shard.wait_grad()
+        if self.offload:
+            self.copy_grads()
         for group, params in self._blockwise_by_group:
             update_in_blocks(rules[group["optimizer"]], params, group, divisor, self.rounding)
         for group, mains, grads, states in self._by_group:
@@ -143,7 +168,9 @@ class UpdateUnit:
 
     def after_update(self) -> None:
         """Main params -> model parameters, where `update` has not written these itself."""
-        if not self._blockwise:
+        if self._blockwise:
+            self._send_params()
+        else:
             self.copy_params()
 
     @functools.cached_property
@@ -190,6 +217,7 @@ class MegatronOptimizer(ABC):
         config: hyperparameters and precision.
         model_chunks: this rank's model, wrapped.
         no_weight_decay_cond, scale_lr_cond, lr_mult: see `build_param_groups`.
+        transfers: how values are copied with optimizer_cpu_offload; default: as fits the device.
     """
 
     def __init__(
@@ -200,6 +228,7 @@ class MegatronOptimizer(ABC):
         no_weight_decay_cond: Condition | None = None,
         scale_lr_cond: Condition | None = None,
         lr_mult: float = 1.0,
+        transfers: Transfers | None = None,
     ) -> None:
         self.config = config
         self.model_chunks = list(model_chunks)
@@ -210,6 +239,10 @@ class MegatronOptimizer(ABC):
         named = [(name, param) for chunk in self.model_chunks for param, name in chunk.param_to_name.items()]
         self.device = named[0][1].device if named else torch.device("cpu")
         self.rules: dict[str, Rule] = build_update_rules(config, self.device)
+        self.transfers, self._host_rules = transfers, self.rules
+        if config.optimizer_cpu_offload:
+            self.transfers = transfers or transfers_for(self.device)
+            self._host_rules = build_update_rules(config.replace(optimizer_backend="torch"), torch.device("cpu"))
         self._param_groups, self._group_of = build_param_groups(
             config,
             named,
@@ -290,7 +323,8 @@ class MegatronOptimizer(ABC):
         for chunk in self.model_chunks:
             chunk.before_grads_are_read()
         for unit in self.units:
-            unit.copy_grads()
+            if not unit.offload:
+                unit.copy_grads()
         dense = self._local_totals(expert=False)
         expert = self._local_totals(expert=True)
         if self.groups.size("ep") == 1 and self.groups.size("expt_tp") == self.groups.size("tp"):
@@ -335,7 +369,8 @@ class MegatronOptimizer(ABC):
         zeros = torch.zeros((), dtype=torch.int64)
         if self.config.log_num_zeros_in_grad:
             mains = [main for main in self.main_params() if param_meta(main.param).is_expert == expert]
-            zeros = count_zeros(main.grad for main in mains if self._counts(main.param))
+            grads = (main.grad if main.device_grad is None else main.device_grad for main in mains if self._counts(main.param))
+            zeros = count_zeros(grads)
         return torch.stack([square.to(self.device), zeros.to(self.device, torch.float64)])
 
     def _sum_over_ranks(self, totals: torch.Tensor, expert: bool) -> None:
@@ -354,16 +389,20 @@ class MegatronOptimizer(ABC):
         for group in self._param_groups:
             group["step"] += 1
         elementwise = {name: rule for name, rule in self.rules.items() if isinstance(rule, UpdateRule)}
+        on_host = {name: rule for name, rule in self._host_rules.items() if isinstance(rule, UpdateRule)}
+        for unit in self.units:
+            unit.start_offload()
         for matrices, units in self._rounds:
             if matrices is not None:
                 matrices.start(divisor)
             for unit in units:
                 self._before_unit(unit)
-                unit.update(elementwise, divisor)
+                unit.update(on_host if unit.offload else elementwise, divisor)
             if matrices is not None:
                 matrices.finish()
             for unit in units:
                 unit.after_update()
+                unit.finish_offload()
                 self._after_unit(unit)
         self._after_update()
 
@@ -427,8 +466,7 @@ class MegatronOptimizer(ABC):
     @torch.no_grad()
     def reload_after_load(self) -> None:
         """Main params were loaded: take them as model parameters, on all ranks (a collective)."""
-        for unit in self.units:
-            unit.copy_params()
+        self._load_back()
 
     # State of this rank
 
@@ -465,6 +503,7 @@ class MegatronOptimizer(ABC):
         """After a local load; model parameters of other ranks' shards come with the model's own state."""
         for unit in self.units:
             unit.copy_params()
+            unit.finish_offload()
 
     def common_state_dict(self) -> dict[str, Any]:
         """JSON-able, the same on all ranks of a stage: which optimizer, step, parameter groups' scalars, loss scaler."""

@@ -108,6 +108,14 @@ class OptimizerConfig:
         help="Start each bucket's gather as soon as its shard is updated, while later buckets are still being updated. "
         "Needs use_distributed_optimizer and overlap_param_gather.",
     )
+    optimizer_cpu_offload: bool = config_field(
+        False,
+        help="Keep main params and moments in pinned host memory and update them on the CPU, bucket by bucket, while gradients and "
+        "parameters are copied. Needs a CUDA device and use_distributed_optimizer.",
+    )
+    optimizer_offload_fraction: float = config_field(
+        1.0, minimum=0, maximum=1, help="With optimizer_cpu_offload: least part of the optimizer values that is offloaded, in whole buckets."
+    )
     use_precision_aware_optimizer: bool = config_field(
         False, help="Keep optimizer values in the dtypes below; updates are computed in fp32. Needs optimizer=adam."
     )
@@ -158,6 +166,12 @@ class OptimizerConfig:
             problems.append(
                 f"decoupled_weight_decay=False is only used with optimizer=adam, got {self.optimizer}; leave it True"
             )
+        if self.optimizer_cpu_offload and not self.use_distributed_optimizer:
+            problems.append("optimizer_cpu_offload=True needs use_distributed_optimizer=True")
+        if self.optimizer_cpu_offload and self.optimizer == "muon":
+            problems.append("optimizer_cpu_offload=True is for rules that treat each element alone; optimizer=muon does not")
+        if self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
+            problems.append("optimizer_offload_fraction is only used with optimizer_cpu_offload=True; remove it or set that")
         problems += self._precision_problems()
         if problems:
             raise ConfigError("; ".join(problems))

@@ -67,9 +67,7 @@ _UNSUPPORTED: Mapping[str, str] = {
     "optimizer state is sharded by use_distributed_optimizer (ZeRO stage 1) only": """
         use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp data-parallel-sharding-strategy outer-dp-sharding-strategy
         torch-fsdp2-reshard-after-forward suggested-communication-unit-size""",
-    "optimizer states stay on the training device": """
-        optimizer-cpu-offload optimizer-offload-fraction overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload
-        pin-cpu-grads pin-cpu-params""",
+    "host memory of offloaded optimizer values is always pinned": "no-pin-cpu-grads no-pin-cpu-params",
     "activations are recomputed (recompute_granularity), not offloaded or split over ranks": """
         cpu-offloading cpu-offloading-num-layers cpu-offloading-activations cpu-offloading-weights
         fine-grained-activation-offloading distribute-saved-activations checkpoint-activations""",
@@ -138,6 +136,8 @@ _UNSUPPORTED: Mapping[str, str] = {
 
 _SATISFIED: Mapping[str, str] = {
     "there is only one model code": "use-mcore-models",
+    "copies of optimizer_cpu_offload always overlap, from pinned memory, and the CPU's update is torch's": """
+        overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload pin-cpu-grads pin-cpu-params""",
     "fused kernels are chosen by the backend and do not change results": """
         no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-masked-softmax-fusion no-rope-fusion
         no-persist-layer-norm bias-gelu-fusion bias-swiglu-fusion bias-dropout-fusion

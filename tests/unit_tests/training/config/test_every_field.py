@@ -37,6 +37,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
         f"optimizer.{name}": {"use_precision_aware_optimizer": True, "bf16": True}
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
     },
+    "optimizer.optimizer_cpu_offload": {"use_distributed_optimizer": True},
+    "optimizer.optimizer_offload_fraction": {"optimizer_cpu_offload": True, "use_distributed_optimizer": True},
     "optimizer.stochastic_rounding": {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"},
     "optimizer.overlap_param_gather_with_optimizer_step": {
         "use_distributed_optimizer": True,
