@@ -160,8 +160,8 @@ class Remainder(Stored):
         self.model[part].copy_(values)
         rest = values.view(torch.int32).sub_(self.model[part].float().view(torch.int32))
         self.low[part].copy_(rest)
-        found = torch.nonzero(rest == 1 << 15).view(-1)
-        if self.ties.numel() or found.numel():
+        if self.ties.numel() or int(rest.amax()) == 1 << 15:
+            found = torch.nonzero(rest == 1 << 15).view(-1)
             before, after = self.ties[self.ties < start], self.ties[self.ties >= part.stop]
             self.ties = torch.cat([before, found + start, after])
 
