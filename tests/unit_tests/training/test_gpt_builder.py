@@ -23,7 +23,12 @@ ARGUMENTS: dict[str, Any] = {
 def run_config(**training: Any) -> RunConfig:
     """T0, with fields of its training section replaced."""
     config = load_run_config(t0_flags("data")).config
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, **training))
+    seed = {name: value for name, value in training.items() if name == "seed"}  # one value, carried by two sections
+    return dataclasses.replace(
+        config,
+        training=dataclasses.replace(config.training, **training),
+        optimizer=dataclasses.replace(config.optimizer, **seed),
+    )
 
 
 def test_model_has_the_configured_sizes_and_the_run_seed() -> None:
