@@ -139,6 +139,14 @@ def installed() -> ProcessGroupCollection | None:
     return _installed
 
 
+def forget_process_groups() -> None:
+    """After torch.distributed was shut down: drop the groups that are kept, and so their threads, which must not outlive it."""
+    global _made_for
+    install(None)
+    _made.clear()
+    _made_for = None
+
+
 def create_process_groups(
     grid: RankGrid, *, optimizer_instances: int = 1, timeout: datetime.timedelta | None = None
 ) -> ProcessGroupCollection:

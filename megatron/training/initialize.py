@@ -10,6 +10,7 @@ for Megatron: it installs the global variables that those read.
 
 import dataclasses
 import datetime
+import gc
 import os
 import re
 import socket
@@ -143,10 +144,15 @@ def initialize_megatron(argv: Sequence[str] | None = None, *, parsed_args: Argum
 
 
 def shut_down() -> None:
-    """Leave torch.distributed and forget the groups; does nothing in a single process."""
-    process_groups_config.install(None)
+    """Leave torch.distributed and forget the groups; does nothing in a single process.
+
+    The caller holds no trainer, model or groups any more: a group ends with the last object that knows it, and one whose thread
+    still runs when the interpreter ends can abort the process.
+    """
+    process_groups_config.forget_process_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()
 
 
 # Reading the environment

@@ -16,8 +16,15 @@ import torch
 
 from megatron.core.errors import MegatronError
 from megatron.training.config import CommandLine, parse_command_line, render_with_origins
+from megatron.training.config.run_config import RunConfig
 from megatron.training.dry_run import dry_run_report
-from megatron.training.initialize import create_groups, initialize_distributed, read_launch_environment, shut_down
+from megatron.training.initialize import (
+    LaunchInfo,
+    create_groups,
+    initialize_distributed,
+    read_launch_environment,
+    shut_down,
+)
 from megatron.training.trainer import Trainer
 
 _PATIENCE_S = 5.0
@@ -57,13 +64,17 @@ def _train(command: CommandLine, environment: Mapping[str, str]) -> int:
             print(f"note: {note}", flush=True)
     device = initialize_distributed(config.launch, launch)
     try:
-        with _said_by_first_rank(str(launch.rank)):
-            groups = create_groups(config.parallel, config.ddp, launch.world_size, config.launch)
-        Trainer(config, device=device, groups=groups).fit()
+        _run(config, device, launch)
     finally:
         if sys.exc_info()[0] is None:
             shut_down()
     return 0
+
+
+def _run(config: RunConfig, device: torch.device, launch: LaunchInfo) -> None:
+    with _said_by_first_rank(str(launch.rank)):
+        groups = create_groups(config.parallel, config.ddp, launch.world_size, config.launch)
+    Trainer(config, device=device, groups=groups).fit()
 
 
 @contextlib.contextmanager

@@ -61,6 +61,7 @@ def pretrain(
     finally:
         global_vars.unset_global_variables()
         if sys.exc_info()[0] is None:
+            del trainer, groups
             shut_down()
 
 

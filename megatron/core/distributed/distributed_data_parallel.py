@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -332,15 +333,16 @@ class DistributedDataParallel(torch.nn.Module):
         none: the node's hook runs all the same. Where the backward is split, such a layer may also leave the gradient for later:
         it counts up `deferred_main_grads` meanwhile, and calls `main_grad_done` in the end.
         """
+        # Weak: autograd's node keeps the parameter, and Python's collector cannot see through it.
+        group, own = weakref.ref(self.param_to_bucket_group[param]), weakref.ref(self)
         if self.config is None or self.config.gradient_accumulation_fusion:
-            begin = functools.partial(self.param_to_bucket_group[param].begin_grad, param)
-            param.begin_main_grad = begin  # type: ignore[attr-defined]
+            param.begin_main_grad = functools.partial(_begin_grad, group, param)  # type: ignore[attr-defined]
         if self.config is not None and self.config.splits_backward:
-            param.main_grad_done = functools.partial(self._on_grad, param)  # type: ignore[attr-defined]
+            param.main_grad_done = functools.partial(_grad_is_there, own, param)  # type: ignore[attr-defined]
         view = param.expand_as(param)
         accumulator = None if view.grad_fn is None else view.grad_fn.next_functions[0][0]
         assert accumulator is not None
-        accumulator.register_hook(lambda *unused: self._on_grad(param))
+        accumulator.register_hook(functools.partial(_grad_is_there, own, param))
         return accumulator
 
     def _on_grad(self, param: torch.nn.Parameter) -> None:
@@ -393,6 +395,18 @@ def link_model_chunks(model_chunks: list[DistributedDataParallel]) -> None:
     for earlier, later in itertools.pairwise(model_chunks):
         if earlier.bucket_groups and later.bucket_groups:
             earlier.bucket_groups[0].next_param_gather_bucket_group = later.bucket_groups[-1]
+
+
+def _begin_grad(group: "weakref.ref[_ParamAndGradBucketGroup]", param: torch.nn.Parameter) -> bool:
+    found = group()
+    assert found is not None, "the parameter's DistributedDataParallel is gone"
+    return found.begin_grad(param)
+
+
+def _grad_is_there(model: "weakref.ref[DistributedDataParallel]", param: torch.nn.Parameter, *unused: Any) -> None:
+    found = model()
+    if found is not None:
+        found._on_grad(param)
 
 
 def _wait_for(groups: tuple[_ParamAndGradBucketGroup, ...], module: torch.nn.Module, args: Any) -> None:
