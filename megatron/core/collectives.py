@@ -9,7 +9,8 @@
       rank 1  [b0 b1 b2]        to 0: b0, to 2: b2      a1 + b1 + c1
       rank 2  [c0 c1 c2]        to 0: c0, to 1: c1      a2 + b2 + c2
 
-  A chunk travels in pieces; the sum of one piece is formed while the next ones arrive.
+  A chunk travels in pieces; the sum of one piece is formed while the next ones arrive. Small tensors are exchanged by gloo's
+  all-to-all and all-gather, which move the same bits: the sums are the same whichever way they came.
 - On CUDA they are the backend's own. `by_all_to_all=True` has 16-bit values summed in fp32 there too.
 
 `group=None` stands for one process: nothing is sent, the result is the input. Functions return a `Work` when `async_op`, else
@@ -29,7 +30,7 @@ Group = dist.ProcessGroup | None
 _HALF = (torch.float16, torch.bfloat16)
 _BLOCK = 1 << 16  # elements summed at a time, so that several operands stay in the cache
 _PIECE = 4 << 20  # bytes per message: while the next one arrives this one is summed
-_SMALL = 1 << 20  # bytes that a rank receives in an ordered all-reduce up to which one phase beats two of half the size
+_SMALL = 2 << 20  # bytes of a whole tensor from which messages beat gloo's own exchange, and two phases of an all-reduce one
 
 # torch 2.13 renamed these two.
 _native_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
@@ -176,13 +177,14 @@ def start_reduce_scatter(
     if size == 1:
         return [_Finished(_copied(output, input)) for output, input in pairs]
     assert group is not None
-    staging = staging or Staging()
-    if by_all_to_all:
-        return [_AllToAllReduceScatter(output, input, group, _mean_factor(op, size), staging) for output, input in pairs]
-    if _on_cpu(inputs):
-        chunks = [list(input.view(size, -1).unbind(0)) for input in inputs]
-        factor = _mean_factor(op, size)
-        return [_ReduceScatter(output, own, group, factor, staging) for output, own in zip(outputs, chunks, strict=True)]
+    if by_all_to_all or _on_cpu(inputs):
+        factor, staging = _mean_factor(op, size), staging or Staging()
+        return [
+            _AllToAllReduceScatter(output, input, group, factor, staging)
+            if by_all_to_all or input.nbytes < _SMALL
+            else _ReduceScatter(output, list(input.view(size, -1).unbind(0)), group, factor, staging)
+            for output, input in pairs
+        ]
     reduce_op = _native_sum(op, group)
 
     def start(index: int, async_op: bool) -> Any:
@@ -202,12 +204,18 @@ def start_all_gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
     if size == 1:
         return [_Finished(None) for _ in outputs]
     assert group is not None
-    if _on_cpu(outputs):
-        return [_AllGather(list(output.view(size, -1).unbind(0)), group) for output in outputs]
 
     def start(index: int, async_op: bool) -> Any:
-        return _native_all_gather(outputs[index], inputs[index], group=group, async_op=async_op)
+        own = outputs[index].view(size, -1)[rank] if _on_cpu(outputs) else inputs[index]
+        return _native_all_gather(outputs[index], own, group=group, async_op=async_op)
 
+    if _on_cpu(outputs):
+        return [
+            _Native(start(index, True), output, None)
+            if output.nbytes < _SMALL
+            else _AllGather(list(output.view(size, -1).unbind(0)), group)
+            for index, output in enumerate(outputs)
+        ]
     return _native(start, outputs, group, None)
 
 
@@ -371,8 +379,7 @@ class _ReduceScatter(_Messages):
         self.output, self.factor, self.staging = output, factor, staging
         self.parts = [chunk if peer == rank else staging.take(output) for peer, chunk in enumerate(chunks)]
         self.received = [part for peer, part in enumerate(self.parts) if peer != rank]
-        self.arrivals = _receive_from_all(self.parts, group)
-        self.sends = _send_to_all(chunks, group)
+        self.sends, self.arrivals = _exchange(chunks, self.parts, group)
 
     def sums(self, scale: float | torch.Tensor | None) -> Iterator[torch.Tensor]:
         """Wait for piece after piece; yields each piece of the result when it is there. To be read to the end."""
@@ -418,8 +425,8 @@ class _AllGather(_Messages):
     """Every rank sends its chunk to each peer, straight into place."""
 
     def __init__(self, chunks: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        arrivals = _receive_from_all(chunks, group)
-        self.handles = [*itertools.chain(*arrivals), *_send_to_all([chunks[group_rank(group)]] * len(chunks), group)]
+        sends, arrivals = _exchange([chunks[group_rank(group)]] * len(chunks), chunks, group)
+        self.handles = [*itertools.chain(*arrivals), *sends]
 
     def wait(self, scale: float | torch.Tensor | None = None) -> None:
         assert scale is None
@@ -431,7 +438,8 @@ class _AllToAll(_Messages):
 
     def __init__(self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         self.outgoing = outgoing  # must live until they are sent
-        self.handles = [*itertools.chain(*_receive_from_all(incoming, group)), *_send_to_all(outgoing, group)]
+        sends, arrivals = _exchange(outgoing, incoming, group)
+        self.handles = [*itertools.chain(*arrivals), *sends]
 
     def wait(self, scale: float | torch.Tensor | None = None) -> None:
         assert scale is None
@@ -455,8 +463,8 @@ class _ExchangedAllReduce(_Messages):
         self.tensor, self.factor, self.staging = tensor, factor, staging
         self.parts = [tensor if peer == rank else staging.take(tensor) for peer in range(size)]
         self.received = [part for peer, part in enumerate(self.parts) if peer != rank]
-        arrivals = _receive_from_all(self.parts, group)
-        self.handles = [*itertools.chain(*arrivals), *_send_to_all([tensor] * size, group)]
+        sends, arrivals = _exchange([tensor] * size, self.parts, group)
+        self.handles = [*itertools.chain(*arrivals), *sends]
 
     def wait(self, scale: float | torch.Tensor | None = None) -> None:
         _wait_for(self.handles)  # the sends too: the sum overwrites what they read
@@ -487,6 +495,17 @@ class _TwoPhaseAllReduce(_Messages):
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Views that make up a 1-D tensor, a message each."""
     return tensor.split(_PIECE // tensor.itemsize) if tensor.numel() else ()
+
+
+def _exchange(
+    outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> tuple[list[Any], list[list[Any]]]:
+    """Start both; (handles of `_send_to_all`, of `_receive_from_all`).
+
+    Sends come first: gloo then moves the data in its own thread when the receive is announced. The other way round this thread
+    does it, and holds meanwhile a lock for which gloo's thread spins.
+    """
+    return _send_to_all(outgoing, group), _receive_from_all(incoming, group)
 
 
 def _receive_from_all(parts: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int = 0) -> list[list[Any]]:

@@ -66,6 +66,16 @@ def test_training_benchmark_of_two_ranks_compares_each_engine_with_ddp() -> None
     assert len(RATIO.findall(output)) == 6, "three engines, each against DDP with bf16 weights and with autocast"
 
 
+def test_collectives_benchmark_lists_each_operation_size_and_dtype(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "results.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    output = run(*launcher, BENCH / "bench_collectives.py", "--tiny", "--pairs", 2, "--json", file)
+    for operation in ("reduce_scatter", "all_gather", "all_reduce"):
+        for dtype in ("fp32", "bf16"):
+            assert f"{operation}, {dtype}, 2 ranks, 2 pairs" in output
+    assert json.loads(file.read_text(encoding="utf-8"))["results"]
+
+
 def test_model_benchmark() -> None:
     output = run(BENCH / "bench_single_process.py", "--tiny", "--dtype", "fp32", "--pairs", 2, "--threads", 1)
     assert_complete(output, 2)

@@ -88,14 +88,15 @@ def _reductions_case(numel, extra, dtype, op, scale, piece):
     expected = _sum_of(everyones, factor)
     own, rest = expected.view(size, -1)[rank], [peer for peer in range(size) if peer != rank]
     with _constants(_PIECE=piece):
-        for by_all_to_all in (False, True):
-            for in_place in (False, True):
-                data = everyones[rank].clone()
-                output = data.view(size, -1)[rank] if in_place else torch.empty(numel, dtype=dtype)
+        nbytes = everyones[0].nbytes
+        for small, by_all_to_all, in_place in itertools.product((nbytes, nbytes + 1), (False, True), (False, True)):
+            data = everyones[rank].clone()
+            output = data.view(size, -1)[rank] if in_place else torch.empty(numel, dtype=dtype)
+            with _constants(_SMALL=small):  # messages, gloo's own all-to-all
                 work = collectives.reduce_scatter(output, data, group, op, async_op=True, by_all_to_all=by_all_to_all)
-                work.wait(scale)
-                _assert_same_bits(output, own)
-                _assert_same_bits(data.view(size, -1)[rest].flatten(), everyones[rank].view(size, -1)[rest].flatten())
+            work.wait(scale)
+            _assert_same_bits(output, own)
+            _assert_same_bits(data.view(size, -1)[rest].flatten(), everyones[rank].view(size, -1)[rest].flatten())
         odd = [_wild(peer, numel * size + extra, dtype) for peer in range(size)]
         for small in (odd[0].nbytes * (size - 1), odd[0].nbytes * (size - 1) - 1):  # one phase, two phases
             with _constants(_SMALL=small):
@@ -191,11 +192,12 @@ def _gather_case(numel, dtype, piece):
     group = _world()
     size, rank = collectives.group_size(group), collectives.group_rank(group)
     everyones = [_wild(peer, numel, dtype) for peer in range(size)]
-    for in_place in (False, True):
+    nbytes = everyones[0].nbytes * size
+    for small, in_place in itertools.product((nbytes, nbytes + 1), (False, True)):
         output = torch.zeros(numel * size, dtype=dtype)
         own = output.view(size, -1)[rank] if in_place else torch.empty(numel, dtype=dtype)
         own.copy_(everyones[rank])
-        with _constants(_PIECE=piece):
+        with _constants(_PIECE=piece, _SMALL=small):
             collectives.all_gather(output, own, group, async_op=True).wait()
         _assert_same_bits(output, torch.cat(everyones))
 

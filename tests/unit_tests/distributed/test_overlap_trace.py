@@ -117,6 +117,9 @@ def _trained(ddp, opt, traced, instances=1, accumulate=2):
     return params, norm, exposed, trace.record(torch.distributed.get_rank(), "rank", 0.0), len(model.bucket_groups)
 
 
+ARRIVALS = {"seen at a boundary before the wait", "seen in the wait", "still in flight at the end of the step"}
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_traced_step_shows_every_collective_and_changes_no_number(sharded):
     ddp, opt = (ALL_OVERLAP, WITH_STEP) if sharded else ({"overlap_grad_reduce": True, "bucket_size": 60}, {})
@@ -135,9 +138,8 @@ def test_a_traced_step_shows_every_collective_and_changes_no_number(sharded):
         assert len(waits) == (2 if sharded else 1) * groups
         assert sum(event["dur"] for event in waits) / 1e6 == pytest.approx(exposed, abs=1e-9 * len(waits))  # each to the ns
         assert_nested([event for event in events if event["tid"] == THREAD])
-        assert {e["args"]["arrival"] for e in events if e["cat"] == "collective" and e["tid"] // LANES == GATHER} == (
-            {"seen in the wait", "still in flight at the end of the step"} if sharded else set()
-        )
+        arrivals = {e["args"]["arrival"] for e in events if e["cat"] == "collective" and e["tid"] // LANES == GATHER}
+        assert bool(arrivals) == sharded and arrivals <= ARRIVALS  # which of them is a matter of timing
         thread = [event["name"] for event in events if event["cat"] in ("forward", "backward", "optimizer")]
         for part in ("embedding", "first", "norm", "last"):
             assert thread.count(f"forward {part}") == thread.count(f"backward {part}") == 2  # microbatches
@@ -165,10 +167,10 @@ def test_reductions_between_instances_have_their_own_row():
 
 
 def _polled():
-    model, _ = build({"overlap_grad_reduce": True}, module=torch.nn.Linear(600, 600))  # 1.4 MB: gloo's own all-reduce
+    model, _ = build({"overlap_grad_reduce": True}, module=torch.nn.Linear(900, 900))  # 3.2 MB: gloo's own all-reduce
     trace = OverlapTrace(model.bucket_groups, compute_units(model.module))
     trace.begin()
-    model(torch.ones(600)).sum().backward()
+    model(torch.ones(900)).sum().backward()
     (group,) = model.bucket_groups
     while not group.grad_reduce_handle.arrived():
         pass
