@@ -165,7 +165,7 @@ def sections(run: ProductRun, steps: int) -> dict[str, list[float]]:
         calls: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
         with (
             timed_calls(run.trainer.model.module, "forward", calls["forward"]),
-            timed_calls(torch.Tensor, "backward", calls["backward"]),
+            timed_calls(torch.autograd, "backward", calls["backward"]),
             timed_calls(run.trainer.optimizer, "step", calls["optimizer"]),
         ):
             begun = time.perf_counter()

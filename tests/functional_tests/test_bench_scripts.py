@@ -52,6 +52,8 @@ def assert_complete(output: str, pairs: int) -> None:
 def test_training_benchmark_of_one_process(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "results.json"
     output = run(BENCH / "bench_training.py", "--tiny", "--dtype", "fp32", "--pairs", 2, "--threads", 1, "--json", file)
+    shares = re.findall(r"forward ([\d.]+)%, backward ([\d.]+)%, optimizer ([\d.]+)%", output)
+    assert shares and all(float(share) > 0 for line in shares for share in line)
     assert_complete(output, 2)
     assert "shares of a step: forward" in output
     written = json.loads(file.read_text(encoding="utf-8"))
