@@ -37,6 +37,12 @@ class ParamMeta:
     is_table: bool = False
     qkv_rows: tuple[int, int, int] | None = None
 
+    @property
+    def replica_groups(self) -> tuple[str, ...]:
+        """Process groups inside one copy of the model whose ranks hold the same part of the parameter."""
+        tensor = ("expt_tp" if self.is_expert else "tp",) if self.tp_dim is None else ()
+        return (*tensor, *(("embd",) if self.shared_embedding else ()))
+
 
 _DEFAULT = ParamMeta()
 _ATTRIBUTE = "_megatron_param_meta"

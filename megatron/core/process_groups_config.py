@@ -7,7 +7,7 @@ from a group that this rank is done with, so they are kept and reused rather tha
 
 import dataclasses
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -72,6 +72,13 @@ class ProcessGroupCollection:
         if self.planned_rank is not None:
             return self._planned_ranks(name).index(self.planned_rank)
         return 0 if group is None else dist.get_rank(group)
+
+    def place_among(self, names: Iterable[str]) -> tuple[int, int]:
+        """(number of ranks, this rank's position) in the product of several groups; the last name's position runs fastest."""
+        count, index = 1, 0
+        for name in names:
+            count, index = count * self.size(name), index * self.size(name) + self.rank(name)
+        return count, index
 
     def ranks(self, name: str) -> list[int]:
         """Global ranks of the group `name`, in group order; this rank alone for None."""

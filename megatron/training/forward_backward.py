@@ -54,7 +54,7 @@ class ForwardBackward:
     @property
     def has_loss(self) -> bool:
         """Whether this rank holds the last part, so that losses are summed here."""
-        return self._is_last(len(self.chunks) - 1) or self._is_last(0)
+        return self._is_last(len(self.chunks) - 1)
 
     def train(self, batches: list[Batch], scale_loss: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward of all microbatches.
@@ -99,13 +99,17 @@ class ForwardBackward:
             loss_sum += output.detach()
             return scale_loss(output)
 
-        PipelineExecutor(plan, self.stage, self.link, self._timed_action).run(
-            self.chunks,
-            forward,
-            lambda microbatch: self._hidden_shape(batches[microbatch]),
-            self.config.parallel.params_dtype,
-            self.device,
-        )
+        PipelineExecutor(
+            plan=plan,
+            rank=self.stage,
+            communicator=self.link,
+            chunks=self.chunks,
+            forward=forward,
+            message_shape=lambda microbatch: self._hidden_shape(batches[microbatch]),
+            dtype=self.config.parallel.params_dtype,
+            device=self.device,
+            timed=self._timed_action,
+        ).run()
         return loss_sum, tokens
 
     def _forward(self, chunk: int, batch: Batch, hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:

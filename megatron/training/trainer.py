@@ -29,7 +29,6 @@ from megatron.core.models.gpt.gpt_model import padded_vocab_size
 from megatron.core.optimizer import MegatronOptimizer, describe_param_groups, get_megatron_optimizer, memory_report
 from megatron.core.optimizer.offload import offload_problem
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.param_meta import param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.timers import Timers
@@ -525,13 +524,7 @@ class Trainer:
 
     def _parameters_counted_here(self) -> list[torch.nn.Parameter]:
         """Each parameter, or part of one, is counted by one rank of a copy of the model."""
-        return [
-            p
-            for chunk in self.model_chunks
-            for p in chunk.parameters()
-            if (self.groups.rank("tp") == 0 or param_meta(p).tp_dim is not None)
-            and not (param_meta(p).shared_embedding and self.groups.rank("embd") > 0)
-        ]
+        return [p for chunk in self.model_chunks for p in chunk.parameters() if self.optimizer.counts(p)]
 
     def _collect_garbage(self) -> None:
         training = self.config.training

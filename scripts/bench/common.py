@@ -68,23 +68,20 @@ def slowest_rank(seconds: Seconds) -> Seconds:
 
 def speed_ratio(seconds: Seconds, name: str, reference: str) -> dict[str, Any]:
     """How many times as fast as the reference: median, range, number of pairs."""
-    ratios = [theirs / own for own, theirs in zip(seconds[name], seconds[reference], strict=True)]
-    return {
-        "contestant": name,
-        "reference": reference,
-        "speed_ratio": statistics.median(ratios),
-        "range": [min(ratios), max(ratios)],
-        "pairs": len(ratios),
-    }
+    return _ratio("speed_ratio", name, reference, seconds[reference], seconds[name])
 
 
 def time_ratio(seconds: Seconds, name: str, reference: str) -> dict[str, Any]:
     """How many times the reference's time the contestant takes: median, range, number of pairs."""
-    ratios = [own / theirs for own, theirs in zip(seconds[name], seconds[reference], strict=True)]
+    return _ratio("time_ratio", name, reference, seconds[name], seconds[reference])
+
+
+def _ratio(kind: str, name: str, reference: str, above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
+    ratios = [one / other for one, other in zip(above, below, strict=True)]
     return {
         "contestant": name,
         "reference": reference,
-        "time_ratio": statistics.median(ratios),
+        kind: statistics.median(ratios),
         "range": [min(ratios), max(ratios)],
         "pairs": len(ratios),
     }

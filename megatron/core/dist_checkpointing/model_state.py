@@ -1,7 +1,5 @@
 """Model state as logical tensors: `model.<name>` for every parameter and persistent buffer of a module."""
 
-from collections.abc import Sequence
-
 import torch
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, logical_shape, param_placements, placed_pieces, whole
@@ -28,22 +26,13 @@ def model_sharded_tensors(module: torch.nn.Module, groups: ProcessGroupCollectio
     for full_name, param in module.named_parameters():
         where = param_placements(param, groups.rank("tp"), groups.size("tp"))
         name, shape = f"model.{logical_name(full_name)}", logical_shape(param, groups.size("tp"))
-        over = ["dp_cp", *(["tp"] if param_meta(param).tp_dim is None else []), *(["embd"] if param_meta(param).shared_embedding else [])]
-        replicas = _replicas(groups, over)
+        replicas = groups.place_among(("dp_cp", *param_meta(param).replica_groups))
         tensors[name] = ShardedTensor(name, shape, placed_pieces(where, param), *replicas)
     for full_name, buffer in _persistent_buffers(module).items():
         name = f"model.{logical_name(full_name)}"
-        replicas = _replicas(groups, ["dp_cp", "tp"])
-        tensors[name] = whole(name, buffer, replicas=replicas[0], replica_index=replicas[1])
+        copies, index = groups.place_among(("dp_cp", "tp"))
+        tensors[name] = whole(name, buffer, replicas=copies, replica_index=index)
     return tensors
-
-
-def _replicas(groups: ProcessGroupCollection, over: Sequence[str]) -> tuple[int, int]:
-    """(ranks that hold the same part, this rank's position among them); over: the groups that they make up."""
-    count, index = 1, 0
-    for name in over:
-        count, index = count * groups.size(name), index * groups.size(name) + groups.rank(name)
-    return count, index
 
 
 def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -84,7 +84,7 @@ class DistributedOptimizer(MegatronOptimizer):
         for main in unit.main_params if on_host else ():
             if main.param in shard_map:
                 main.device_grad = device_grad[shard_map[main.param]["gbuf_local"].slice()]
-        counted = {param: ranges["gbuf_local"] for param, ranges in shard_map.items() if self._counts(param)}
+        counted = {param: ranges["gbuf_local"] for param, ranges in shard_map.items() if self.counts(param)}
         self._count(unit, device_grad if on_host else grad, counted)
 
     def _add_main_params(
@@ -212,7 +212,7 @@ class DistributedOptimizer(MegatronOptimizer):
     def _replica_groups(self, meta: ParamMeta) -> tuple[str, ...]:
         instances = self.model_chunks[0].ddp_config.num_distributed_optimizer_instances
         data = ("inter_expt_dp" if meta.is_expert else "inter_dist_opt",) if instances > 1 else ()
-        return (*data, *self._model_replica_groups(meta))
+        return (*data, *meta.replica_groups)
 
     def _layout(self) -> dict[str, Any]:
         group = self._shard_group()

@@ -369,7 +369,7 @@ class MegatronOptimizer(ABC):
         zeros = torch.zeros((), dtype=torch.int64)
         if self.config.log_num_zeros_in_grad:
             mains = [main for main in self.main_params() if param_meta(main.param).is_expert == expert]
-            grads = (main.grad if main.device_grad is None else main.device_grad for main in mains if self._counts(main.param))
+            grads = (main.grad if main.device_grad is None else main.device_grad for main in mains if self.counts(main.param))
             zeros = count_zeros(grads)
         return torch.stack([square.to(self.device), zeros.to(self.device, torch.float64)])
 
@@ -424,13 +424,9 @@ class MegatronOptimizer(ABC):
         """Groups whose ranks hold different parameters, or parts of them."""
         return ("tp_ep_pp",) if expert else ("mp",)
 
-    def _counts(self, param: torch.nn.Parameter) -> bool:
+    def counts(self, param: torch.nn.Parameter) -> bool:
         """Whether this rank is the one that counts the parameter (not a replica of another rank's)."""
-        meta = param_meta(param)
-        tp_group = "expt_tp" if meta.is_expert else "tp"
-        if meta.tp_dim is None and self.groups.rank(tp_group) > 0:
-            return False
-        return not (meta.shared_embedding and self.groups.rank("embd") > 0)
+        return all(self.groups.rank(name) == 0 for name in param_meta(param).replica_groups)
 
     # Loss scale, gradients, parameters
 
@@ -570,20 +566,12 @@ class MegatronOptimizer(ABC):
 
     def _replication(self, meta: ParamMeta) -> Replication:
         tp = "expt_tp" if meta.is_expert else "tp"
-        copies, index = 1, 0
-        for name in self._replica_groups(meta):
-            copies, index = copies * self.groups.size(name), index * self.groups.size(name) + self.groups.rank(name)
+        copies, index = self.groups.place_among(self._replica_groups(meta))
         return Replication(self.groups.rank(tp), self.groups.size(tp), copies, index)
 
     def _replica_groups(self, meta: ParamMeta) -> tuple[str, ...]:
         """Groups whose ranks hold the same part of the parameter's state."""
-        return ("expt_dp" if meta.is_expert else "dp_cp", *self._model_replica_groups(meta))
-
-    @staticmethod
-    def _model_replica_groups(meta: ParamMeta) -> tuple[str, ...]:
-        """Groups inside one copy of the model whose ranks hold the same part of the parameter."""
-        tensor = ("expt_tp" if meta.is_expert else "tp",) if meta.tp_dim is None else ()
-        return (*tensor, *(("embd",) if meta.shared_embedding else ()))
+        return ("expt_dp" if meta.is_expert else "dp_cp", *meta.replica_groups)
 
     def _count(self, unit: UpdateUnit, grads: torch.Tensor, counted: Mapping[torch.nn.Parameter, Range]) -> None:
         """Have this rank add parts of a flat gradient to the norms: of parameters that are all experts' or all dense."""
@@ -638,7 +626,7 @@ class _WholeParamOptimizer(MegatronOptimizer):
         counted = {}
         for param, (start, end, _) in buffer.param_index_map.items():
             model, name, grad = param.data.view(-1), buffer.param_to_name[param], grads[start:end]
-            if self._counts(param):
+            if self.counts(param):
                 counted[param] = Range(start, end)
             if self.config.use_precision_aware_optimizer:
                 flats = StoredFlats(self.config, model, self.state_names_of(param))

@@ -32,67 +32,37 @@ class _Held:
     output: Any
 
 
+@dataclasses.dataclass
 class PipelineExecutor:
-    """Forward and backward of all microbatches of a step, on one rank.
+    """Forward and backward of all microbatches of one step, on one rank.
 
-    Args:
-        plan: of all ranks.
-        rank: this stage.
-        communicator: to the other stages; None with one stage.
-        timed: context manager around the computation of an action of this kind.
+    plan: of all ranks. rank: this stage. communicator: to the other stages; None with one stage.
+    chunks: this rank's model chunks; their gradient reductions start with the last microbatch's last gradient.
+    forward: computes a chunk, under `torch.no_grad` where the plan has forwards only.
+    message_shape: shape of the hidden states of a microbatch. dtype, device: of messages.
+    timed: context manager around the computation of an action of this kind.
     """
 
-    def __init__(
-        self,
-        plan: PipelinePlan,
-        rank: int,
-        communicator: PipelineCommunicator | None,
-        timed: Callable[[Kind], contextlib.AbstractContextManager[None]] = lambda kind: contextlib.nullcontext(),
-    ) -> None:
-        self.plan, self.rank, self.communicator, self.timed = plan, rank, communicator, timed
+    plan: PipelinePlan
+    rank: int
+    communicator: PipelineCommunicator | None
+    chunks: Sequence[DistributedDataParallel]
+    forward: ForwardFunction
+    message_shape: Callable[[int], tuple[int, ...]]
+    dtype: torch.dtype
+    device: torch.device
+    timed: Callable[[Kind], contextlib.AbstractContextManager[None]] = lambda kind: contextlib.nullcontext()
 
-    def run(
-        self,
-        chunks: Sequence[DistributedDataParallel],
-        forward: ForwardFunction,
-        message_shape: Callable[[int], tuple[int, ...]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Run this rank's actions.
-
-        Args:
-            chunks: this rank's model chunks; their gradient reductions start with the last microbatch's last gradient.
-            forward: computes a chunk, under `torch.no_grad` where the plan has forwards only.
-            message_shape: shape of the hidden states of a microbatch.
-            dtype, device: of messages.
-        """
-        _Run(self, chunks, forward, message_shape, dtype, device).all_actions()
-
-
-class _Run:
-    """State of one pass through the actions."""
-
-    def __init__(
-        self,
-        executor: PipelineExecutor,
-        chunks: Sequence[DistributedDataParallel],
-        forward: ForwardFunction,
-        message_shape: Callable[[int], tuple[int, ...]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.plan, self.rank, self.link = executor.plan, executor.rank, executor.communicator
-        self.actions, self.timed = executor.plan.actions[executor.rank], executor.timed
-        self.chunks, self.forward, self.message_shape = chunks, forward, message_shape
-        self.dtype, self.device = dtype, device
+    def __post_init__(self) -> None:
+        self.actions = self.plan.actions[self.rank]
         self.trains = any(action.kind is Kind.B for action in self.actions)
         self.held: dict[tuple[int, int], _Held] = {}
         self.deferred: dict[tuple[int, int], DeferredGrads] = {}
         self.local: dict[tuple[Kind, int, int], torch.Tensor] = {}  # passed on inside this rank: (kind, part, microbatch)
         self.posted: dict[Action, tuple[torch.Tensor, Any]] = {}
 
-    def all_actions(self) -> None:
+    def run(self) -> None:
+        """Run this rank's actions."""
         for index, action in enumerate(self.actions):
             self._post(action)
             if index + 1 < len(self.actions):
@@ -105,8 +75,8 @@ class _Run:
                 else:
                     with self.timed(action.kind):
                         self.deferred.pop((action.chunk, action.microbatch)).run()
-        if self.link is not None:
-            self.link.finish_sends()
+        if self.communicator is not None:
+            self.communicator.finish_sends()
         assert not self.held and not self.local and not self.posted and not self.deferred
 
     def _run_forward(self, action: Action) -> None:
@@ -155,9 +125,9 @@ class _Run:
             return
         source = self.plan.place(need[1])[0]
         if source != self.rank:
-            assert self.link is not None
+            assert self.communicator is not None
             buffer = torch.empty(self.message_shape(action.microbatch), dtype=self.dtype, device=self.device)
-            self.posted[action] = (buffer, self.link.receive(buffer, source, action.kind))
+            self.posted[action] = (buffer, self.communicator.receive(buffer, source, action.kind))
 
     def _pass_on(self, tensor: torch.Tensor, action: Action) -> None:
         part = self._part(action)
@@ -165,8 +135,8 @@ class _Run:
         if target == self.rank:
             self.local[action.kind, part, action.microbatch] = tensor.detach()
         else:
-            assert self.link is not None
-            self.link.send(tensor, target, action.kind)
+            assert self.communicator is not None
+            self.communicator.send(tensor, target, action.kind)
 
     def _need(self, action: Action) -> tuple[Kind, int, int] | None:
         """(kind, part, microbatch) whose message the action takes; None for what it has itself."""

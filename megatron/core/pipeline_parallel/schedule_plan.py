@@ -349,8 +349,3 @@ def draw_plan(plan: PipelinePlan, costs: Mapping[Kind, float] = UNIT_COSTS) -> s
             cells[begin:end] = [str(action)] + ["-"] * (end - begin - 1)
         lines.append(f"rank {rank:2d}  " + "".join(cell.ljust(width) for cell in cells).rstrip())
     return "\n".join(lines)
-
-
-def ranks_of_parts(plan: PipelinePlan) -> Sequence[int]:
-    """The rank of each part."""
-    return [plan.place(part)[0] for part in range(plan.parts)]

@@ -30,6 +30,27 @@ class LearnedPositions(torch.nn.Module):
         return F.embedding(position_ids, self.weight)
 
 
+def _word_embeddings(
+    config: TransformerConfig,
+    vocab_size: int,
+    padded_vocab_size: int,
+    device: torch.device | None,
+    pg_collection: ProcessGroupCollection,
+    *,
+    shared: bool,
+) -> VocabParallelEmbedding:
+    return VocabParallelEmbedding(
+        vocab_size,
+        padded_vocab_size,
+        config.hidden_size,
+        rule=InitRule(std=config.init_method_std),
+        dtype=config.params_dtype,
+        device=device,
+        pg_collection=pg_collection,
+        shared=shared,
+    )
+
+
 class TiedEmbedding(torch.nn.Module):
     """The last part's copy of the word embedding, where the head shares its weight: the same name and the same values."""
 
@@ -43,16 +64,7 @@ class TiedEmbedding(torch.nn.Module):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__()
-        self.word_embeddings = VocabParallelEmbedding(
-            vocab_size,
-            padded_vocab_size,
-            config.hidden_size,
-            rule=InitRule(std=config.init_method_std),
-            dtype=config.params_dtype,
-            device=device,
-            pg_collection=pg_collection,
-            shared=True,
-        )
+        self.word_embeddings = _word_embeddings(config, vocab_size, padded_vocab_size, device, pg_collection, shared=True)
 
 
 class GPTEmbedding(torch.nn.Module):
@@ -71,16 +83,7 @@ class GPTEmbedding(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.dropout, self.sequence_parallel, self.group = config.hidden_dropout, config.sequence_parallel, pg_collection.tp
-        self.word_embeddings = VocabParallelEmbedding(
-            vocab_size,
-            padded_vocab_size,
-            config.hidden_size,
-            rule=InitRule(std=config.init_method_std),
-            dtype=config.params_dtype,
-            device=device,
-            pg_collection=pg_collection,
-            shared=shared,
-        )
+        self.word_embeddings = _word_embeddings(config, vocab_size, padded_vocab_size, device, pg_collection, shared=shared)
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings: LearnedPositions | None = LearnedPositions(config, max_sequence_length, device=device)
         else:
