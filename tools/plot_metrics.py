@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.errors import ConfigError, DataError, MegatronError
+from tools.figures import save_png
 
 X_FIELDS = {"tokens": "consumed_tokens", "samples": "consumed_samples", "steps": "iteration"}
 
@@ -183,11 +183,7 @@ def main(argv: Sequence[str]) -> int:
         labels = options.label or [None] * len(options.metrics)
         runs = [read_run(Path(path), options.x, label) for path, label in zip(options.metrics, labels, strict=True)]
         figure = draw(runs, references, x=options.x, title=options.title, log_x=options.log_x)
-        output = Path(options.output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = output.with_name(f"{output.name}.tmp")
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, output)
+        output = save_png(figure, options.output)
     except (MegatronError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, MegatronError) else 1

@@ -8,7 +8,6 @@ The picture begins with the step's first phase; what lies before it (an evaluati
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.errors import ConfigError, DataError, MegatronError
+from tools.figures import save_png
 
 COLOURS = {
     "phase": "#e4e4e4",
@@ -182,11 +182,7 @@ def main(argv: Sequence[str]) -> int:
         if unknown:
             raise ConfigError(f"--ranks {unknown[0]}: the trace has ranks {', '.join(map(str, trace.panels))}")
         figure = draw(trace, ranks, options.title)
-        output = Path(options.output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = output.with_name(f"{output.name}.tmp")
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, output)
+        output = save_png(figure, options.output)
     except (MegatronError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, MegatronError) else 1

@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel.schedule_plan import (
     draw_plan,
     time_plan,
 )
+from tools.figures import save_png
 
 _COLOURS = {Kind.F: "#4c78a8", Kind.B: "#59a14f", Kind.W: "#f28e2b"}
 
@@ -79,7 +80,8 @@ def draw_png(plan: PipelinePlan, costs: dict[Kind, float], path: str) -> None:
         [{Kind.F: "forward", Kind.B: "backward", Kind.W: "weights' gradients"}[kind] for kind in kinds],
         loc="outside lower right", ncols=3, frameon=False,
     )  # fmt: skip
-    figure.savefig(path, dpi=120)
+    figure.set_dpi(120)
+    save_png(figure, path)
     pyplot.close(figure)
 
 
@@ -90,7 +92,7 @@ def _box(axes: Any, rank: int, start: float, length: float, kind: Kind, chunk: i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 for a schedule that cannot be."""
+    """Exit code: 0, 2 for a schedule that cannot be, 1 for a file that cannot be written."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         if min(options.stages, options.microbatches) < 1 or min(options.costs) < 0 or options.costs[0] == 0:
@@ -104,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"wrote {options.output}")
     except (MegatronError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code if isinstance(error, MegatronError) else 1
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engines import Clock, Engine, Setup
+from engines import Clock, NoSyncEngine, Setup
 
 
 class NoStream:
@@ -61,7 +61,7 @@ def stand_in_for_cuda() -> None:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
 
-class MegatronCore(Engine):
+class MegatronCore(NoSyncEngine):
     """The package's classes around the plain model."""
 
     def __init__(self, setup: Setup) -> None:
@@ -107,14 +107,6 @@ class MegatronCore(Engine):
     def begin(self) -> None:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-
-    def accumulation(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.model.no_sync()
-
-    def loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        value = self.model(tokens, labels)
-        assert isinstance(value, torch.Tensor)
-        return value
 
     def reduce(self) -> None:
         self.model.finish_grad_sync()

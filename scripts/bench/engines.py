@@ -279,7 +279,21 @@ class FSDP2(TorchEngine):
         return contextlib.nullcontext()
 
 
-class Product(Engine):
+class NoSyncEngine(Engine):
+    """`self.model` computes the loss and has Megatron's `no_sync` for all microbatches but the last."""
+
+    model: Any
+
+    def accumulation(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.model.no_sync()
+
+    def loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        value = self.model(tokens, labels)
+        assert isinstance(value, torch.Tensor)
+        return value
+
+
+class Product(NoSyncEngine):
     """This project's DistributedDataParallel and DistributedOptimizer (or, `sharded` off, its plain one)."""
 
     def __init__(
@@ -324,14 +338,6 @@ class Product(Engine):
 
     def begin(self) -> None:
         self.model.zero_grad_buffer(overwrite=True)
-
-    def accumulation(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.model.no_sync()
-
-    def loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        value = self.model(tokens, labels)
-        assert isinstance(value, torch.Tensor)
-        return value
 
     def after_forward(self, clock: Clock) -> None:
         clock("forward")

@@ -8,7 +8,6 @@ import torch
 import torch.distributed
 
 from megatron.training.objectives import CausalLM, ModelBatch
-from tests.harness.d0 import write_d0
 from tests.harness.distributed import run_distributed
 from tests.harness.jobs import Job, train_job
 from tests.harness.t0 import t0_flags
@@ -51,14 +50,6 @@ def assert_same_gradient(reference: Job, job: Job) -> None:
         assert float((a - got[name]).abs().max()) <= 1e-4 * float(a.abs().max()), name
     assert job.losses[0] == pytest.approx(reference.losses[0], rel=1e-6)
     assert job.grad_norms[0] == pytest.approx(reference.grad_norms[0], rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """D0 on disk."""
-    prefix = tmp_path_factory.mktemp("d0") / "d0"
-    write_d0(str(prefix))
-    return prefix
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.functional_tests.test_resume import numbers, tensor_hashes
-from tests.harness.d0 import write_d0
 from tests.harness.distributed import run_distributed
 from tests.harness.jobs import train_job
 from tests.harness.t0 import t0_flags
@@ -28,14 +27,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
         "exp_avg_sq_dtype": "fp16", "main_grads_dtype": "bf16", "stochastic_rounding": True,
     },
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """D0 on disk."""
-    prefix = tmp_path_factory.mktemp("d0") / "d0"
-    write_d0(str(prefix))
-    return str(prefix)
 
 
 def jobs(runs: list[list[str]]) -> None:
@@ -61,7 +52,7 @@ def same_numbers(one: pathlib.Path, other: pathlib.Path) -> None:
     ],
 )  # fmt: skip
 def test_either_optimizer_goes_on_where_the_other_stopped(
-    data: str, tmp_path: pathlib.Path, world_size: int, precision: str
+    data: pathlib.Path, tmp_path: pathlib.Path, world_size: int, precision: str
 ) -> None:
     common = dict(data_path=data, train_iters=STEPS, save_interval=CUT, micro_batch_size=1, ddp_bucket_size=5000)
     common |= dict(lr_decay_style="cosine", lr_decay_iters=STEPS, lr_warmup_iters=1, hidden_dropout=0.1)
@@ -92,7 +83,7 @@ def test_either_optimizer_goes_on_where_the_other_stopped(
         assert any(two < one for one, two in itertools.pairwise(after)), after
 
 
-def test_remainders_hold_fp32_main_params_through_a_resume_at_another_size(data: str, tmp_path: pathlib.Path) -> None:
+def test_remainders_hold_fp32_main_params_through_a_resume_at_another_size(data: pathlib.Path, tmp_path: pathlib.Path) -> None:
     common = dict(data_path=data, train_iters=20, bf16=True, micro_batch_size=1, ddp_bucket_size=5000, **SHARDED)
     forms: dict[str, dict[str, Any]] = {"fp32": {}, "remainders": {"use_precision_aware_optimizer": True}}
 
@@ -113,7 +104,7 @@ def test_remainders_hold_fp32_main_params_through_a_resume_at_another_size(data:
         assert numbers(tmp_path / name) == numbers(tmp_path / "fp32"), name
 
 
-def test_a_change_of_dtype_is_said_once(data: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_of_dtype_is_said_once(data: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = dict(data_path=data, train_iters=4, bf16=True, save=str(tmp_path / "run"))
     train_job(t0_flags(**common, exit_interval=2))
     capsys.readouterr()

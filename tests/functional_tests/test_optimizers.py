@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from megatron.core.errors import CheckpointError
-from tests.harness.d0 import write_d0
 from tests.harness.distributed import run_distributed
-from tests.harness.jobs import Job, make_trainer, train_job
+from tests.harness.jobs import make_trainer, run_job, train_job
 from tests.harness.logical import logical_tensors
 from tests.harness.t0 import REPOSITORY, t0_flags
 from tools.inspect_checkpoint import hashed, open_step
@@ -31,19 +30,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 STATES = {"adam": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}, "lion": {"exp_avg"}}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """D0 on disk."""
-    prefix = tmp_path_factory.mktemp("d0") / "d0"
-    write_d0(str(prefix))
-    return str(prefix)
-
-
-def run(world_size: int, flags: list[str]) -> list[Job]:
-    """The job on `world_size` ranks; one rank runs in this process."""
-    return [train_job(flags)] if world_size == 1 else run_distributed(train_job, world_size, flags, timeout=120)
-
-
 def hashes(folder: pathlib.Path) -> dict[str, str]:
     """sha256 of every logical tensor of the newest step."""
     with open_step(folder) as step:
@@ -51,11 +37,11 @@ def hashes(folder: pathlib.Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_two_steps_and_two_resumed_equal_four(data: str, tmp_path: pathlib.Path, optimizer: str) -> None:
+def test_two_steps_and_two_resumed_equal_four(data: pathlib.Path, tmp_path: pathlib.Path, optimizer: str) -> None:
     flags = dict(data_path=data, train_iters=4, eval_iters=0, save_interval=2, **OVERLAP, **OPTIMIZERS[optimizer])
-    whole = run(2, t0_flags(save=str(tmp_path / "a"), **flags))
-    run(2, t0_flags(save=str(tmp_path / "b"), **{**flags, "exit_interval": 2}))
-    resumed = run(2, t0_flags(save=str(tmp_path / "b"), **flags))
+    whole = run_job(2, t0_flags(save=str(tmp_path / "a"), **flags))
+    run_job(2, t0_flags(save=str(tmp_path / "b"), **{**flags, "exit_interval": 2}))
+    resumed = run_job(2, t0_flags(save=str(tmp_path / "b"), **flags))
     assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
     assert whole[0].losses[2:] == resumed[0].losses
     states = {name.split(".")[1] for name in hashes(tmp_path / "a") if name.startswith("optimizer.")} - {"main_param"}
@@ -70,9 +56,9 @@ def loaded(flags: list[str]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("optimizer", ["lion", "muon"])
-def test_another_layout_loads_every_value_and_goes_on(data: str, tmp_path: pathlib.Path, optimizer: str) -> None:
+def test_another_layout_loads_every_value_and_goes_on(data: pathlib.Path, tmp_path: pathlib.Path, optimizer: str) -> None:
     flags = dict(data_path=data, eval_iters=0, micro_batch_size=1, **OPTIMIZERS[optimizer])
-    run(2, t0_flags(save=str(tmp_path), train_iters=2, save_interval=2, **flags, **OVERLAP))
+    run_job(2, t0_flags(save=str(tmp_path), train_iters=2, save_interval=2, **flags, **OVERLAP))
     flags |= dict(load=str(tmp_path), no_load_rng=True, train_iters=4)
     expected = run_distributed(loaded, 2, t0_flags(**flags, **OVERLAP))[0]
     assert all(value.any() for name, value in expected.items() if "main_param" not in name)
@@ -82,7 +68,7 @@ def test_another_layout_loads_every_value_and_goes_on(data: str, tmp_path: pathl
         assert values.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(values[name], value), (layout, name)
-        losses = run(size, options)[0].losses
+        losses = run_job(size, options)[0].losses
         assert len(losses) == 2 and torch.tensor(losses).isfinite().all()
 
 
@@ -92,15 +78,15 @@ def _refused(flags: list[str]) -> str:
     return str(error.value)
 
 
-def test_checkpoint_of_another_optimizer_is_refused_and_its_weights_can_be_taken(data: str, tmp_path: pathlib.Path) -> None:
+def test_checkpoint_of_another_optimizer_is_refused_and_its_weights_can_be_taken(data: pathlib.Path, tmp_path: pathlib.Path) -> None:
     flags = dict(data_path=data, train_iters=1, eval_iters=0, **OVERLAP)
-    before = run(2, t0_flags(save=str(tmp_path / "adam"), save_interval=1, **flags))
+    before = run_job(2, t0_flags(save=str(tmp_path / "adam"), save_interval=1, **flags))
     wanted = {**flags, "load": str(tmp_path / "adam"), "train_iters": 2, **MUON}
     for text in run_distributed(_refused, 2, t0_flags(**wanted)):
         assert "--optimizer adam (main_param, exp_avg, exp_avg_sq)" in text
         assert "--optimizer muon (main_param, momentum_buffer, exp_avg, exp_avg_sq)" in text
         assert "--no-load-optim" in text
-    after = run(2, t0_flags(**wanted, no_load_optim=True))
+    after = run_job(2, t0_flags(**wanted, no_load_optim=True))
     for name, value in before[0].final.items():
         assert torch.equal(after[0].initial[name], value), name
     assert len(after[0].losses) == 1
@@ -115,12 +101,12 @@ SPLIT: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", SPLIT)
-def test_muon_in_a_split_model_takes_the_step_of_one_process(data: str, layout: str) -> None:
+def test_muon_in_a_split_model_takes_the_step_of_one_process(data: pathlib.Path, layout: str) -> None:
     size, options = SPLIT[layout]
     flags = dict(data_path=data, train_iters=1, eval_iters=0, clip_grad=0.0, micro_batch_size=1, muon_tp_mode="duplicated", **MUON)
     tied = {name: value for name, value in options.items() if "untie" in name}
-    alone = run(1, t0_flags(**{**flags, **tied}))[0]
-    jobs = run(size, t0_flags(**{**flags, **options}, **OVERLAP))
+    alone = run_job(1, t0_flags(**{**flags, **tied}))[0]
+    jobs = run_job(size, t0_flags(**{**flags, **options}, **OVERLAP))
     compared = set()
     for job in jobs:
         for name, after in job.final.items():
@@ -133,15 +119,15 @@ def test_muon_in_a_split_model_takes_the_step_of_one_process(data: str, layout: 
 
 def test_the_example_of_muon_learns() -> None:
     flags = ["--config", str(REPOSITORY / "configs" / "muon_cpu.yaml")]
-    job = run(2, flags)[0]
+    job = run_job(2, flags)[0]
     assert len(job.losses) == 20
     assert job.evaluations[-1] < job.losses[0] - 0.2
 
 
-def test_muon_passes_the_overlap_check(data: str) -> None:
+def test_muon_passes_the_overlap_check(data: pathlib.Path) -> None:
     flags = dict(data_path=data, train_iters=3, eval_iters=0, **MUON)
-    quiet = run(2, t0_flags(**flags, use_distributed_optimizer=True, ddp_bucket_size=5000))
-    checked = run(2, t0_flags(**flags, **OVERLAP, check_overlap=True))
+    quiet = run_job(2, t0_flags(**flags, use_distributed_optimizer=True, ddp_bucket_size=5000))
+    checked = run_job(2, t0_flags(**flags, **OVERLAP, check_overlap=True))
     assert quiet[0].losses == checked[0].losses
     for name, value in quiet[0].final.items():
         assert torch.equal(checked[0].final[name], value), name

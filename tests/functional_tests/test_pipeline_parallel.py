@@ -10,7 +10,6 @@ import torch
 from megatron.core.errors import ConfigError
 from tests.functional_tests.test_data_parallel_parity import probe_flags
 from tests.functional_tests.test_tensor_parallel import job, true_rows
-from tests.harness.d0 import write_d0
 from tests.harness.distributed import run_distributed
 from tests.harness.jobs import Job
 from tests.harness.t0 import t0_flags
@@ -47,14 +46,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2pp2, tied": (4, TIED, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
 }  # fmt: skip
 MODEL: dict[str, Any] = {"num_layers": 4, "global_batch_size": 8, "micro_batch_size": 1}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """D0 on disk."""
-    prefix = tmp_path_factory.mktemp("d0") / "d0"
-    write_d0(str(prefix))
-    return prefix
 
 
 def assert_equal_step(reference: Job, got: Job) -> None:

@@ -6,18 +6,9 @@ import pytest
 import torch
 import torch.distributed
 
-from tests.harness.d0 import write_d0
 from tests.harness.distributed import run_distributed
 from tests.harness.jobs import make_trainer, train_job
 from tests.harness.t0 import t0_flags
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """D0 on disk."""
-    prefix = tmp_path_factory.mktemp("d0") / "d0"
-    write_d0(str(prefix))
-    return str(prefix)
 
 
 def initial_weights(flags: list[str]) -> dict[str, torch.Tensor]:
@@ -33,7 +24,7 @@ def dropout_mask(flags: list[str]) -> torch.Tensor:
     return torch.nn.functional.dropout(torch.ones(4, 64), 0.5)
 
 
-def test_every_layout_starts_with_the_same_model(data: str) -> None:
+def test_every_layout_starts_with_the_same_model(data: pathlib.Path) -> None:
     alone = initial_weights(t0_flags(data_path=data))
     for rank in run_distributed(initial_weights, 2, t0_flags(data_path=data, use_distributed_optimizer=True)):
         assert rank.keys() == alone.keys()
@@ -42,14 +33,14 @@ def test_every_layout_starts_with_the_same_model(data: str) -> None:
     assert not torch.equal(alone["decoder.layers.0.mlp.linear_fc1.weight"], alone["decoder.layers.1.mlp.linear_fc1.weight"])
 
 
-def test_dropout_masks_differ_over_data_parallel_ranks_and_repeat_with_the_seed(data: str) -> None:
+def test_dropout_masks_differ_over_data_parallel_ranks_and_repeat_with_the_seed(data: pathlib.Path) -> None:
     flags = t0_flags(data_path=data, hidden_dropout=0.5)
     first, second = run_distributed(dropout_mask, 2, flags)
     assert not torch.equal(first, second)
     assert torch.equal(first, run_distributed(dropout_mask, 2, flags)[0])
 
 
-def test_decay_applies_to_matrices_only(data: str) -> None:
+def test_decay_applies_to_matrices_only(data: pathlib.Path) -> None:
     flags = dict(data_path=data, train_iters=1, eval_iters=0, disable_bias_linear=None, lr=1e-3, min_lr=1e-3)
     none = train_job(t0_flags(**flags, weight_decay=0.0))
     half = train_job(t0_flags(**flags, weight_decay=0.5))
@@ -60,7 +51,7 @@ def test_decay_applies_to_matrices_only(data: str) -> None:
             torch.testing.assert_close(none.final[name] - half.final[name], 1e-3 * 0.5 * start, rtol=1e-3, atol=1e-8)
 
 
-def test_separate_learning_rate_of_embedding_and_output_survives_a_resume(data: str, tmp_path: pathlib.Path) -> None:
+def test_separate_learning_rate_of_embedding_and_output_survives_a_resume(data: pathlib.Path, tmp_path: pathlib.Path) -> None:
     flags = dict(
         data_path=data, eval_iters=0, optimizer="sgd", sgd_momentum=0.0, clip_grad=0.0, weight_decay=0.0, lr=1e-3, min_lr=1e-3,
         decoupled_lr=5e-4, decoupled_min_lr=5e-4, save=str(tmp_path), use_distributed_optimizer=True,
@@ -84,7 +75,7 @@ def rates_after_load(flags: list[str]) -> dict[bool, float]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_frozen_weights_do_not_move_and_the_rest_trains_as_in_one_process(data: str, overlap: bool, tmp_path: pathlib.Path) -> None:
+def test_frozen_weights_do_not_move_and_the_rest_trains_as_in_one_process(data: pathlib.Path, overlap: bool, tmp_path: pathlib.Path) -> None:
     flags = dict(data_path=data, train_iters=5, eval_iters=0, freeze=["embedding.*", "decoder.layers.1.*"])
     extra = dict(use_distributed_optimizer=True, overlap_grad_reduce=overlap or None, overlap_param_gather=overlap or None)
     alone = train_job(t0_flags(**flags))

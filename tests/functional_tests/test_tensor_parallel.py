@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.functional_tests.test_data_parallel_parity import probe_flags
-from tests.harness.d0 import write_d0
 from tests.harness.distributed import run_distributed
 from tests.harness.jobs import Job, train_job
 from tests.harness.t0 import t0_flags
@@ -23,14 +22,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """D0 on disk."""
-    prefix = tmp_path_factory.mktemp("d0") / "d0"
-    write_d0(str(prefix))
-    return prefix
 
 
 def job(flags: list[str], save: str | None = None) -> Job:

@@ -15,6 +15,7 @@ from megatron.training.config import parse_command_line
 from megatron.training.initialize import create_groups
 from megatron.training.metrics import StepResult
 from megatron.training.trainer import Trainer
+from tests.harness.distributed import run_distributed
 from tests.harness.logical import logical_tensors
 
 
@@ -97,6 +98,11 @@ def train_job(flags: list[str], **kwargs: Any) -> Job:
         consumed_samples=state.consumed_samples,
         evaluations=recorder.evaluations,
     )
+
+
+def run_job(world_size: int, flags: list[str]) -> list[Job]:
+    """`train_job` on `world_size` ranks; one rank runs in this process, without torch.distributed."""
+    return [train_job(flags)] if world_size == 1 else run_distributed(train_job, world_size, flags, timeout=120)
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
