@@ -19,8 +19,11 @@ def test_text_and_picture(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[
 
 
 def test_costs_move_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--schedule", "zb_h1", "--stages", "4", "--microbatches", "8", "--costs", "1", "2", "1"]) == 0
-    assert "bubble" in capsys.readouterr().out
+    flags = ["--schedule", "zb_h1", "--stages", "4", "--microbatches", "8"]
+    assert main(flags) == 0
+    assert "time 27, bubble 11.1%" in capsys.readouterr().out
+    assert main([*flags, "--costs", "1", "2", "1"]) == 0
+    assert "time 38, " in capsys.readouterr().out  # 8 (1 + 2 + 1) and the (P - 1)(F + B - W) of H1
 
 
 @pytest.mark.parametrize(
