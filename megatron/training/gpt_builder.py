@@ -43,7 +43,7 @@ def build_gpt_model(
     )
     freeze_parameters(model, config.training.freeze, lambda: _all_names(config, vocab_size))
     if config.model.torch_compile:
-        compile_layers(model)
+        compile_model(model)
     return model
 
 
@@ -114,7 +114,9 @@ def _all_names(config: RunConfig, vocab_size: int) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
-def compile_layers(model: GPTModel, backend: str = "inductor") -> None:
-    """Compile every decoder layer with torch.compile; they share one compiled function, as they differ in weights only."""
-    for layer in model.decoder.layers.values():
-        layer.compile(backend=backend)
+def compile_model(model: GPTModel, backend: str = "inductor") -> None:
+    """Compile with torch.compile in the pieces that config.torch_compile_scope names: every decoder layer (they share one compiled
+    function, as they differ in weights only) or the whole model."""
+    pieces = [model] if model.config.torch_compile_scope == "model" else model.decoder.layers.values()
+    for piece in pieces:
+        piece.compile(backend=backend)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.gpt_builder import compile_layers
+from megatron.training.gpt_builder import compile_model
 from scripts.bench.common import Report, add_common_arguments, interleave, speed_ratio
 from scripts.bench.plain_gpt import TINY, Job, PlainGPT, adamw, load_weights
 
@@ -44,6 +44,7 @@ def product_model(job: Job, dtype: str, compiled: bool) -> GPTModel:
         attention_dropout=0.0,
         attention_backend="unfused" if compiled else "auto",
         torch_compile=compiled,
+        torch_compile_scope="model",
         bf16=dtype == "bf16",
     )
     groups = ProcessGroupCollection.single_process()
@@ -52,7 +53,7 @@ def product_model(job: Job, dtype: str, compiled: bool) -> GPTModel:
 
 def training_step(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
     """One step; returns its loss."""
-    optimizer = adamw(model)
+    optimizer = adamw(model.parameters())
 
     def step() -> float:
         value = loss()
@@ -73,7 +74,7 @@ def contestants(job: Job, dtype: str, micro_batch: int, compiled: bool) -> dict[
     load_weights(plain, dict(product.named_parameters()))
     plain_forward: Callable[..., torch.Tensor] = plain
     if compiled:
-        compile_layers(product)
+        compile_model(product)
         plain_forward = torch.compile(plain)
     return {
         "product": training_step(product, lambda: product(tokens, labels=labels).mean()),

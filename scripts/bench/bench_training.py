@@ -6,8 +6,9 @@
 The product runs its whole loop: samples from its data set, forward, backward, gradient buffers, norm and clip, AdamW, schedule,
 counters. The yardsticks get the same samples ready-made, the same clip, torch's fused AdamW. Reference job R (see plain_gpt.py):
 gb8 = global batch 8, micro batch 4; gb2 = global batch 2, micro batch 1. All contestants of a line run in one interleaved run; a turn
-is some steps and ends when nothing is in flight. bf16: the product keeps fp32 main params and sums gradients in fp32; of the two
-yardsticks, `weights` is all in bf16 (less work, less precise), `autocast` has fp32 weights.
+is some steps and ends when nothing is in flight. bf16: the product keeps fp32 main params and sums gradients in fp32; of the three
+yardsticks, `main params` does the same by hand (the same training), `autocast` has fp32 weights, `weights` is all in bf16 (gradients
+summed in bf16, 8 bytes of state per parameter instead of 16: less work and another, less precise training).
 """
 
 import argparse
@@ -36,6 +37,7 @@ from scripts.bench.plain_gpt import TINY, Job, PlainGPT, adamw, load_weights
 BATCHES = {"gb8": (8, 4), "gb2": (2, 1)}
 ITERATIONS = 100_000
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--overlap-param-gather-with-optimizer-step"]
+COMPILED = ["--torch-compile", "--torch-compile-scope", "model", "--attention-backend", "unfused"]
 # Product variants by number of ranks: name -> flags.
 VARIANTS = {
     1: {"product": []},
@@ -50,9 +52,12 @@ VARIANTS = {
 class PlainRun:
     """The yardstick's training loop on fixed microbatches."""
 
-    def __init__(self, model: torch.nn.Module, batches: list[dict[str, torch.Tensor]], clip: float, autocast: bool) -> None:
-        self.model, self.batches, self.clip, self.autocast = model, batches, clip, autocast
-        self.optimizer = adamw(model)
+    def __init__(self, model: torch.nn.Module, batches: list[dict[str, torch.Tensor]], clip: float, kind: str) -> None:
+        self.model, self.batches, self.clip, self.autocast = model, batches, clip, kind == "bf16 autocast"
+        self.params = list(model.parameters())
+        self.main_params = [p.detach().float().requires_grad_() for p in self.params] if kind == "bf16 main params" else None
+        self.trained = self.params if self.main_params is None else self.main_params
+        self.optimizer = adamw(self.trained)
 
     def step(self) -> float:
         """One training step; this rank's mean loss."""
@@ -65,11 +70,25 @@ class PlainRun:
                     loss = self.model(batch["tokens"], batch["labels"]) / len(self.batches)
                 loss.backward()
             total += loss.detach().float().cpu()
+            if self.main_params is not None and not wait:
+                self._add_to_main_grads()
         if self.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            torch.nn.utils.clip_grad_norm_(self.trained, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.main_params is not None:
+            with torch.no_grad():
+                torch._foreach_copy_(self.params, self.main_params)
         return float(total)
+
+    @torch.no_grad()
+    def _add_to_main_grads(self) -> None:
+        """Move the model's bf16 gradients into fp32 sums."""
+        assert self.main_params is not None
+        for param, main in zip(self.params, self.main_params, strict=True):
+            assert param.grad is not None
+            main.grad = param.grad.float() if main.grad is None else main.grad.add_(param.grad)
+            param.grad = None
 
     def finish(self) -> None:
         """Nothing is in flight after a step."""
@@ -91,21 +110,21 @@ def build(options: argparse.Namespace, dtype: str, batch: str, groups: ProcessGr
         job, micro_batch=micro_batch, global_batch=global_batch, iterations=ITERATIONS, clip_grad=options.clip_grad
     )
     flags += ["--ddp-bucket-size", str(options.bucket_size)]
-    flags += ["--bf16"] * (dtype == "bf16") + ["--torch-compile", "--attention-backend", "unfused"] * options.compile
+    flags += ["--bf16"] * (dtype == "bf16") + COMPILED * options.compile
     runs: dict[str, Run] = {}
     for name, more in VARIANTS[min(2, groups.size("dp"))].items():
         runs[name] = ProductRun([*flags, *more], torch.device("cpu"), groups)
     first = next(run for run in runs.values() if isinstance(run, ProductRun))
     weights, samples = first.weights(), first.trainer.data.train_step(0)
-    for kind in ["fp32"] if dtype == "fp32" else ["bf16 weights", "bf16 autocast"]:
+    for kind in ["fp32"] if dtype == "fp32" else ["bf16 main params", "bf16 autocast", "bf16 weights"]:
         plain = PlainGPT(job, manual_attention=options.compile)
         load_weights(plain, weights)
-        model: torch.nn.Module = plain.bfloat16() if kind == "bf16 weights" else plain
+        model: torch.nn.Module = plain.bfloat16() if kind in ("bf16 main params", "bf16 weights") else plain
         if groups.size("dp") > 1:
             model = DistributedDataParallel(model)
         model = torch.compile(model) if options.compile else model
         yardstick = ("DDP " if groups.size("dp") > 1 else "torch ") + kind
-        runs[yardstick] = PlainRun(model, samples, options.clip_grad, kind == "bf16 autocast")
+        runs[yardstick] = PlainRun(model, samples, options.clip_grad, kind)
     return runs
 
 
@@ -164,7 +183,7 @@ def sections(run: ProductRun, steps: int) -> dict[str, list[float]]:
     for _ in range(steps):
         calls: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
         with (
-            timed_calls(run.trainer.model.module, "forward", calls["forward"]),
+            timed_calls(run.trainer.model, "forward", calls["forward"]),
             timed_calls(torch.autograd, "backward", calls["backward"]),
             timed_calls(run.trainer.optimizer, "step", calls["optimizer"]),
         ):

@@ -4,7 +4,8 @@ import os
 from collections.abc import Iterator
 
 import torch
-from engines import Clock, Engine, Setup, adamw, tensors_in
+from engines import Clock, Engine, Setup, tensors_in
+from plain_gpt import adamw
 
 
 class DeepSpeed(Engine):

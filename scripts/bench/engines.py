@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plain_gpt import Job, PlainGPT
+from plain_gpt import ADAMW, Job, PlainGPT, adamw
 
 PHASES = ("forward", "backward", "reduce", "optimizer", "gather")
 CYCLE = 4  # different global batches
@@ -192,14 +192,6 @@ def tensors_in(states: dict[Any, Any]) -> Iterator[torch.Tensor]:
     """The moments in a torch optimizer's state (steps and other scalars are left out)."""
     for values in states.values():
         yield from (value for value in values.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
-
-
-def adamw(params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's fused AdamW, as all engines of torch and DeepSpeed get it."""
-    return torch.optim.AdamW(params, **ADAMW)
-
-
-ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 
 class Local(TorchEngine):

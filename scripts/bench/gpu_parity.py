@@ -16,7 +16,7 @@ from megatron.core.backends.attention_choice import ATTENTION_BACKENDS
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.gpt_builder import compile_layers
+from megatron.training.gpt_builder import compile_model
 
 VOCAB, SEQUENCE, BATCH = 1000, 128, 4
 
@@ -101,7 +101,7 @@ def computed(case: Case) -> Step:
     """The step as the case computes it."""
     model = build(case)
     if case.compiled:
-        compile_layers(model)
+        compile_model(model)
     return step_of(model, case.device, case.packed)
 
 

@@ -53,7 +53,7 @@ class TorchRun:
     def __init__(self, model: PlainGPT, tokens: torch.Tensor, labels: torch.Tensor, autocast: bool) -> None:
         self.model, self.tokens, self.labels, self.autocast = model, tokens, labels, autocast
         self.layers: Sequence[torch.nn.Module] = list(model.layers)
-        self.optimizer = adamw(model)
+        self.optimizer = adamw(model.parameters())
 
     def step(self) -> float:
         """One step; its loss."""

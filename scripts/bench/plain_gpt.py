@@ -9,7 +9,8 @@ Job R: Llama-like decoder, RMSNorm, RoPE, SwiGLU, no bias, untied, hidden 512, 8
 import argparse
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -138,9 +139,12 @@ def load_weights(plain: PlainGPT, source: Mapping[str, torch.Tensor]) -> None:
             param.copy_(value)
 
 
-def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """torch's fused AdamW with the jobs' settings."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+
+
+def adamw(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """torch's fused AdamW with the jobs' settings, as all engines of torch and DeepSpeed get it."""
+    return torch.optim.AdamW(params, **ADAMW)
 
 
 def first_step(argv: Sequence[str]) -> None:
@@ -154,7 +158,7 @@ def first_step(argv: Sequence[str]) -> None:
     job = Job(**options)
     torch.manual_seed(1)
     model = PlainGPT(job)
-    optimizer = adamw(model)
+    optimizer = adamw(model.parameters())
     tokens = torch.randint(job.vocab, (batch, job.sequence + 1))
     loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()

@@ -65,7 +65,7 @@ def test_training_benchmark_of_two_ranks_compares_each_engine_with_ddp() -> None
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     output = run(*launcher, BENCH / "bench_training.py", "--tiny", "--dtype", "bf16", "--batch", "gb2", "--pairs", 2)
     assert_complete(output, 2)
-    assert len(RATIO.findall(output)) == 6, "three engines, each against DDP with bf16 weights and with autocast"
+    assert len(RATIO.findall(output)) == 9, "three engines, each against DDP with main params, autocast and bf16 weights"
 
 
 def test_collectives_benchmark_lists_each_operation_size_and_dtype(tmp_path: pathlib.Path) -> None:

@@ -63,8 +63,9 @@ class UnfusedAttention:
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         query, key, value = (part.contiguous() for part in _heads_first(query, key, value))  # compilers fuse this copy
-        scores = (query * query.size(-1) ** -0.5) @ key.transpose(-1, -2)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(prepared, float("-inf"))
+        scores = query @ key.transpose(-1, -2)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * query.size(-1) ** -0.5
+        scores = scores.masked_fill(prepared, float("-inf"))
         weights = F.dropout(torch.softmax(scores, dim=-1), dropout, training=dropout > 0).to(value.dtype)
         return _merge_heads(weights @ value)
 

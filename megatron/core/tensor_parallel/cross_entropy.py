@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from megatron.core import collectives
 from megatron.core.collectives import Group
@@ -44,6 +45,9 @@ def vocab_parallel_cross_entropy(
 
     Returns [...] losses in nats, fp32 (fp64 for fp64 logits).
     """
+    if torch.compiler.is_compiling() and collectives.group_size(group) == 1:  # the compiler fuses this, and reuses what memory it can
+        used = logits[..., :vocab_size].flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(used, targets.flatten(), reduction="none").view(targets.shape)
     return _CrossEntropy.apply(logits, targets, vocab_size, reuse_logits, group, compiled)  # type: ignore[no-untyped-call]
 
 

@@ -105,9 +105,27 @@ def split_and_rotate(
     Returns query [s, b, g, r, d], key [s, b, g, 1, d], value [s, b, g, 1, d].
     """
     if torch.compiler.is_compiling():
-        query, key, value = mixed.split((mixed.size(3) - 2, 1, 1), dim=3)
-        return rotate(query, cos, sin, interleaved), rotate(key, cos, sin, interleaved), value
+        return _CompiledSplitAndRotate.apply(mixed, cos, sin, interleaved)  # type: ignore[no-untyped-call]
     return _SplitAndRotate.apply(mixed, cos, sin, interleaved)  # type: ignore[no-untyped-call]
+
+
+class _CompiledSplitAndRotate(torch.autograd.Function):
+    """The same in terms that a compiler fuses: one concatenation in the backward, where autograd would add padded slices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        query, key, value = mixed.split((mixed.size(3) - 2, 1, 1), dim=3)
+        return rotate(query, cos, sin, interleaved), rotate(key, cos, sin, interleaved), value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        query, key = (rotate(grad, cos, -sin, ctx.interleaved) for grad in grads[:2])
+        return torch.cat((query, key, grads[2]), dim=3), None, None, None
 
 
 class _SplitAndRotate(torch.autograd.Function):

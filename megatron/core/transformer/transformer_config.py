@@ -97,7 +97,13 @@ class ModelArchitectureConfig:
         const_flags={"--use-flash-attn": "flash"},
         help="Attention kernel; auto = flash-attn or Transformer Engine where installed on CUDA, else torch SDPA.",
     )
-    torch_compile: bool = config_field(False, help="Compile each layer, and the loss, with torch.compile.")
+    torch_compile: bool = config_field(False, help="Compile the model with torch.compile; torch_compile_scope says in what pieces.")
+    torch_compile_scope: str = config_field(
+        "layer",
+        choices=("layer", "model"),
+        help="layer = one graph that all layers share, and one for the loss: short compilation, communication overlaps. model = the "
+        "whole model in one graph: fastest in one process, compilation grows with num_layers, no overlap of communication.",
+    )
     recompute_granularity: str | None = config_field(
         None,
         choices=("selective", "full"),

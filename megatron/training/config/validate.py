@@ -55,8 +55,26 @@ def _parallel(config: RunConfig) -> Iterator[str]:
         yield "sequence_parallel=True needs tensor_model_parallel_size > 1; leave it False"
     if tp > 1 and config.model.torch_compile:
         yield f"torch_compile=True needs tensor_model_parallel_size=1, got {tp}; leave one of them out"
+    yield from _compile_scope(config)
     if config.ddp.align_param_gather and parallel.pipeline_chunks == 1:
         yield "align_param_gather=True needs several model chunks per pipeline stage (virtual_pipeline_model_parallel_size); leave it False"
+
+
+def _compile_scope(config: RunConfig) -> Iterator[str]:
+    """One graph for the whole model has no place between layers at which something else can happen."""
+    if config.model.torch_compile_scope == "layer":
+        return
+    if not config.model.torch_compile:
+        yield "torch_compile_scope=model is only used with torch_compile=True; set that or leave the scope out"
+    overlapping = {
+        "overlap_grad_reduce": config.ddp.overlap_grad_reduce,
+        "overlap_param_gather": config.ddp.overlap_param_gather,
+        "recompute_granularity": config.model.recompute_granularity,
+        "check_overlap": config.ddp.check_overlap,
+        "trace_overlap": config.logging.trace_overlap,
+    }
+    for name in (name for name, used in overlapping.items() if used):
+        yield f"torch_compile_scope=model does not go with {name}; set torch_compile_scope=layer or leave {name} out"
 
 
 def _precision(config: RunConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config import RunConfig, load_run_config
-from megatron.training.gpt_builder import build_gpt_model, compile_layers, model_provider
+from megatron.training.gpt_builder import build_gpt_model, compile_model, model_provider
 from tests.harness.t0 import TRUE_VOCAB_SIZE, t0_flags, t0_transformer_config
 
 ARGUMENTS: dict[str, Any] = {
@@ -67,6 +67,7 @@ def test_a_pattern_without_a_match_names_the_nearest_parameter() -> None:
 
 
 UNFUSED = {"attention_backend": "unfused", "qk_layernorm": True, "rotary_interleaved": True}
+WHOLE = {"attention_backend": "unfused", "torch_compile_scope": "model"}
 
 
 @pytest.mark.parametrize(
@@ -74,11 +75,14 @@ UNFUSED = {"attention_backend": "unfused", "qk_layernorm": True, "rotary_interle
     [
         ("aot_eager", {}),
         ("aot_eager", UNFUSED),
+        ("aot_eager", WHOLE),
+        ("aot_eager", WHOLE | {"num_query_groups": 4, "untie_embeddings_and_output_weights": False}),
         pytest.param("inductor", {}, marks=pytest.mark.slow),  # a C++ compiler at work for a minute or more
         pytest.param("inductor", UNFUSED, marks=pytest.mark.slow),
+        pytest.param("inductor", WHOLE, marks=pytest.mark.slow),
     ],
 )
-def test_compiled_layers_compute_the_same_numbers_and_share_one_graph(backend: str, changes: dict[str, Any]) -> None:
+def test_a_compiled_model_computes_the_same_numbers_from_one_graph(backend: str, changes: dict[str, Any]) -> None:
     results = []
     for compiled in (False, True):
         model = GPTModel(
@@ -90,7 +94,7 @@ def test_compiled_layers_compute_the_same_numbers_and_share_one_graph(backend: s
         if compiled:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-            compile_layers(model, backend)
+            compile_model(model, backend)
         tokens = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(0))
         losses = model(tokens, tokens.new_tensor(range(16)).expand(2, -1), labels=tokens)
         losses.mean().backward()

@@ -29,6 +29,15 @@ def test_a_good_configuration_has_no_problem(world_size: int | None) -> None:
         ("--tensor-model-parallel-size=3", "tensor_model_parallel_size=3 num_attention_heads=4 ranks"),
         ("--tensor-model-parallel-size=4 --num-query-groups=2", "tensor_model_parallel_size=4 num_query_groups=2"),
         ("--tensor-model-parallel-size=2 --ffn-hidden-size=65", "tensor_model_parallel_size=2 ffn_hidden_size=65"),
+        ("--torch-compile-scope=model", "torch_compile_scope torch_compile=True"),
+        (
+            "--torch-compile --torch-compile-scope=model --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+            "torch_compile_scope=layer overlap_grad_reduce overlap_param_gather",
+        ),
+        (
+            "--torch-compile --torch-compile-scope=model --recompute-granularity=selective",
+            "torch_compile_scope=layer recompute_granularity",
+        ),
         ("--tensor-model-parallel-size=2 --set model.torch_compile=true", "torch_compile tensor_model_parallel_size=1"),
         ("--sequence-parallel", "sequence_parallel=True tensor_model_parallel_size"),
         ("--pipeline-model-parallel-size=2 --set num_layers=5", "num_layers=5 pipeline_model_parallel_size=2"),
