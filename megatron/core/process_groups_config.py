@@ -7,6 +7,7 @@ from a group that this rank is done with, so they are kept and reused rather tha
 
 import dataclasses
 import datetime
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -101,8 +102,7 @@ class ProcessGroupCollection:
         assert self.grid is not None and self.planned_rank is not None
         if name == "world":
             return list(range(self.grid.world_size))
-        members = (list(ranks) for ranks in group_plan(self.grid)[name] if self.planned_rank in ranks)
-        return next(members, [self.planned_rank])
+        return _planned_groups(self.grid, self.planned_rank).get(name, [self.planned_rank])
 
     @staticmethod
     def resolve(given: "ProcessGroupCollection | None") -> "ProcessGroupCollection":
@@ -221,6 +221,13 @@ def group_plan(grid: RankGrid, optimizer_instances: int = 1) -> Mapping[str, Gro
         "intra_expt_dp": expert_intra,
         "inter_expt_dp": expert_inter,
     }
+
+
+@functools.lru_cache(maxsize=64)
+def _planned_groups(grid: RankGrid, rank: int) -> Mapping[str, list[int]]:
+    """The groups that a rank is a member of. Kept: a plan of thousands of ranks takes a while, and each layer asks for sizes."""
+    mine = ((name, [ranks for ranks in groups if rank in ranks]) for name, groups in group_plan(grid).items())
+    return {name: own[0] for name, own in mine if own}
 
 
 def _group_of(ranks: tuple[int, ...], timeout: datetime.timedelta, name: str) -> Group:

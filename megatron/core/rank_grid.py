@@ -168,7 +168,7 @@ class RankGrid:
 
         Raises ConfigError when the instances don't get equal parts.
         """
-        members = self.optimizer_instance_groups(instances)[2]
+        members = [set(own) for own in self.optimizer_instance_groups(instances)[2]]
         intra, inter = [], []
         for ranks in self.expert_groups("dp"):
             parts = [[rank for rank in ranks if rank in own] for own in members]

@@ -19,7 +19,7 @@ from megatron.core.tokenizers import Tokenizer
 from megatron.training.config import check_run_config
 from megatron.training.config.run_config import RunConfig
 from megatron.training.data import dataset_config
-from megatron.training.gpt_builder import build_gpt_model, build_model_chunks
+from megatron.training.gpt_builder import build_gpt_model, build_model_chunks, count_parameters
 from megatron.training.initialize import rank_grid
 from megatron.training.plan import TrainingPlan
 from megatron.training.run_tokenizer import build_run_tokenizer, true_vocab_size
@@ -39,7 +39,9 @@ def dry_run_report(config: RunConfig, world_size: int) -> str:
     plan = TrainingPlan.of(config, dp)
     tokenizer = build_run_tokenizer(config)
     grid = rank_grid(config.parallel, world_size)
-    lines = [f"configuration is valid for {world_size} rank(s)", *_data(config, tokenizer, plan), *_length(config, plan)]
+    parameters = count_parameters(config, true_vocab_size(config, tokenizer))
+    lines = [f"configuration is valid for {world_size} rank(s)", f"model: {parameters:,} parameters"]
+    lines += [*_data(config, tokenizer, plan), *_length(config, plan)]
     for stage in range(grid.pp):
         chunks = build_model_chunks(
             config,
@@ -122,7 +124,7 @@ def _memory(config: RunConfig, chunks: list[torch.nn.Module], dp: int) -> list[s
         names = state_names(config.optimizer, config.optimizer.optimizer)
         moments = sum(bytes_of(config.optimizer, name, kind, numel) for name in names for numel in owned)
     else:
-        moments = 4 * sum(_state_elements(chunk, layout, config, shards) for chunk, layout in zip(chunks, layouts, strict=True))
+        moments = max(4, param_size) * sum(_state_elements(chunk, layout, config, shards) for chunk, layout in zip(chunks, layouts, strict=True))
     copies = config.optimizer.main_grads_dtype == "fp32" and grad_size == 2
     states = {
         "params": ((padded if sharded else unpadded) + frozen) * param_size,

@@ -3,11 +3,13 @@
 import dataclasses
 import difflib
 import fnmatch
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.mapping import logical_shape
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.schedule_plan import part_of
@@ -103,15 +105,23 @@ def freeze_parameters(
 
 def _all_names(config: RunConfig, vocab_size: int) -> list[str]:
     """Logical names of the whole model's parameters."""
-    one_rank = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "sequence_parallel": False}
-    model = GPTModel(
-        TransformerConfig(**{**dataclasses.asdict(config.model), **one_rank}),
+    return [name for name, _ in whole_model(config, vocab_size).named_parameters()]
+
+
+def count_parameters(config: RunConfig, vocab_size: int) -> int:
+    """Of the whole model, without vocabulary padding; tied weights count once."""
+    return sum(math.prod(logical_shape(param, 1)) for param in whole_model(config, vocab_size).parameters())
+
+
+def whole_model(config: RunConfig, vocab_size: int) -> GPTModel:
+    """The model in one piece, without memory (on the meta device)."""
+    return GPTModel(
+        TransformerConfig(**dataclasses.asdict(config.model)),
         vocab_size=vocab_size,
         max_sequence_length=config.model.max_position_embeddings or config.data.seq_length,
         pg_collection=ProcessGroupCollection.single_process(),
         device=torch.device("meta"),
     )
-    return [name for name, _ in model.named_parameters()]
 
 
 def compile_model(model: GPTModel, backend: str = "inductor") -> None:
