@@ -56,6 +56,7 @@ LEVELS: dict[str, int] = {
 FACADES = (
     "megatron.core.parallel_state",
     "megatron.core.mpu",
+    "megatron.core.pipeline_parallel.schedules",
     "megatron.training",
     "megatron.training.arguments",
     "megatron.training.checkpointing",

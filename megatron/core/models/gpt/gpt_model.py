@@ -80,6 +80,7 @@ class GPTModel(torch.nn.Module):
             config, layers=layers, final_norm=post_process, device=device, pg_collection=groups
         )
         self.output_layer = self._build_head(device, groups) if post_process and not tied else None
+        self._input_tensor: torch.Tensor | None = None
         initialize_parameters(self, seed, groups.rank("tp"), groups.size("tp"))
 
     def _build_head(self, device: torch.device | None, groups: ProcessGroupCollection) -> ColumnParallelLinear:
@@ -101,6 +102,10 @@ class GPTModel(torch.nn.Module):
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and of the output matrix, over all tensor-parallel ranks."""
         return self._padded_vocab_size
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor] | None) -> None:
+        """Megatron's way to give the next forward its `hidden`: before it is called."""
+        self._input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(
         self,
@@ -125,6 +130,8 @@ class GPTModel(torch.nn.Module):
         Returns logits [b, s, vocab_size] in the model's dtype without labels, else losses [b, s] in nats, fp32 (fp64 for an
         fp64 model), neither masked nor reduced.
         """
+        if hidden is None and not self.pre_process:
+            hidden, self._input_tensor = self._input_tensor, None
         assert (hidden is None) == self.pre_process, "the first part takes tokens, the others take hidden states"
         self._check_inputs(input_ids, position_ids, document_ids, inference_context)
         if hidden is None:
