@@ -59,6 +59,9 @@ class ModelParallelConfig:
     )
     fp16: bool = config_field(False, help="Train in fp16 with loss scaling; fp32 main params in the optimizer.")
     bf16: bool = config_field(False, help="Train in bf16; fp32 gradients and main params.")
+    fp64: bool = config_field(
+        False, help="Compute in fp64 throughout: tells rounding from a fault when two layouts differ (tools/parity.py); slow."
+    )
     gradient_accumulation_fusion: bool = config_field(
         True,
         help="Linear layers put their weights' gradients straight into the gradient buffer, where its dtype is the computation's.",
@@ -66,14 +69,16 @@ class ModelParallelConfig:
 
     def __post_init__(self) -> None:
         problems = [f"{name} {reason}" for name, reason in field_violations(self)]
-        if self.fp16 and self.bf16:
-            problems.append("fp16 and bf16 exclude each other; set at most one")
+        if self.fp16 + self.bf16 + self.fp64 > 1:
+            problems.append("fp16, bf16 and fp64 exclude each other; set at most one")
         if problems:
             raise ConfigError("; ".join(problems))
 
     @property
     def params_dtype(self) -> torch.dtype:
         """dtype of parameters and of the computation."""
+        if self.fp64:
+            return torch.float64
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
 
     @property

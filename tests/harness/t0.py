@@ -44,8 +44,8 @@ def t0_transformer_config(**changes: Any) -> TransformerConfig:
     return TransformerConfig(**(fields | changes))
 
 
-def t0_flags(data_path: str | os.PathLike[str], **changes: Any) -> list[str]:
-    """Flags of `pretrain_gpt.py` for T0 on the data set with this prefix: 10 steps, every step logged, no evaluation.
+def t0_flags(data_path: str | os.PathLike[str] | None, **changes: Any) -> list[str]:
+    """Flags of `pretrain_gpt.py` for T0 on the data set with this prefix (None: none): 10 steps, every step logged, no evaluation.
 
     changes: flag names with underscores; True = the bare flag, False or None = not given, a list or tuple = several values.
     `t0_flags(prefix, train_iters=3, save=folder, use_distributed_optimizer=True, swiglu=False)`

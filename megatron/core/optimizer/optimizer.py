@@ -561,8 +561,11 @@ class MegatronOptimizer(ABC):
         return LoadTargets(tensors, tuple(sorted(converted)), tuple(pending))
 
     def _sharded(self, main: MainParam, name: str, data: torch.Tensor) -> ShardedTensor:
-        replication = self._replication(param_meta(main.param))
-        return logical_tensor(f"optimizer.{name}.{main.name}", main.param, main.start, data, replication)
+        return self.sharded(f"optimizer.{name}.{main.name}", main.param, main.start, data)
+
+    def sharded(self, name: str, param: torch.nn.Parameter, start: int, data: torch.Tensor) -> ShardedTensor:
+        """What belongs to the elements [start, start + len(data)) of a flattened parameter, as part of a logical tensor."""
+        return logical_tensor(name, param, start, data, self._replication(param_meta(param)))
 
     def _replication(self, meta: ParamMeta) -> Replication:
         tp = "expt_tp" if meta.is_expert else "tp"

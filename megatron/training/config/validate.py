@@ -81,6 +81,13 @@ def _precision(config: RunConfig) -> Iterator[str]:
     optimizer = config.optimizer
     if optimizer.main_grads_dtype == "bf16" and config.ddp.grad_reduce_in_fp32:
         yield "main_grads_dtype=bf16 excludes grad_reduce_in_fp32 (--accumulate-allreduce-grads-in-fp32); keep one"
+    if config.parallel.fp64:
+        others = {
+            "grad_reduce_in_fp32": config.ddp.grad_reduce_in_fp32,
+            "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer,
+            "optimizer_cpu_offload": optimizer.optimizer_cpu_offload,
+        }
+        yield from (f"fp64=True excludes {name}=True, which keeps numbers in fp32; remove one" for name, on in others.items() if on)
     if optimizer.loss_scale is not None and not optimizer.fp16:
         yield "loss_scale is only used with fp16=True; remove it or set that"
     if optimizer.initial_loss_scale < optimizer.min_loss_scale:
