@@ -57,7 +57,7 @@ def torch_adam(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: 
     """torch's fused kernels, those behind `torch.optim.AdamW(fused=True)` and `torch.optim.Adam(fused=True)`; divide the gradients on the way."""
     device = params[0].device
     step = torch.tensor(float(arguments.step), dtype=torch.float32, device=device)
-    divisor = None if arguments.divisor == 1.0 else torch.tensor(arguments.divisor, dtype=torch.float32, device=device)
+    divisor = kernel_divisor(grads, arguments.divisor)
     kernel = torch._fused_adamw_ if arguments.decoupled else torch._fused_adam_
     kernel(
         list(params),
@@ -76,6 +76,16 @@ def torch_adam(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: 
         grad_scale=divisor,
         found_inf=None,
     )
+
+
+def kernel_divisor(grads: Tensors, divisor: float) -> torch.Tensor | None:
+    """`grad_scale` of a fused kernel of torch: fp32 whatever the gradients' dtype, so fp64 gradients are divided here instead."""
+    if divisor == 1.0:
+        return None
+    if grads[0].dtype == torch.float64:
+        torch._foreach_div_(list(grads), divisor)
+        return None
+    return torch.tensor(divisor, dtype=torch.float32, device=grads[0].device)
 
 
 def _transformer_engine_fused_adam() -> tuple[type[Any] | None, str | None]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from megatron.core.backends.fused_adam import AdamArguments, choose_adam_kernel
+from megatron.core.backends.fused_adam import AdamArguments, choose_adam_kernel, kernel_divisor
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.param_meta import param_meta
@@ -108,7 +108,7 @@ class SGD:
             nesterov=False,
             maximize=False,
             is_first_step=False,
-            grad_scale=None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32, device=mains[0].device),
+            grad_scale=kernel_divisor(grads, divisor),
             found_inf=None,
         )
 
