@@ -33,6 +33,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import Tokenizer
+from megatron.core.transformer.activation_offload import activation_offload_problem
 from megatron.training.agreement import fail_together, gather_texts, known_to_all, on_all_ranks, own_rank, print_rank_0
 from megatron.training.callbacks import Callback
 from megatron.training.checkpointing import (
@@ -108,6 +109,8 @@ class Trainer:
         problems = check_run_config(config, world)
         if config.optimizer.optimizer_cpu_offload:
             problems += [problem] if (problem := offload_problem(device)) else []
+        if config.model.cpu_offloading:
+            problems += [problem] if (problem := activation_offload_problem(device)) else []
         if problems:
             raise known_to_all(ConfigError("\n".join(problems)))
         self.rank, self.world_size = own_rank(), world

@@ -19,6 +19,7 @@ LEVELS: dict[str, int] = {
     "megatron.core.seeding": 0,
     # 1 tools and pure plans
     "megatron.core.collectives": 1,
+    "megatron.core.host_memory": 1,
     "megatron.core.backends": 1,
     "megatron.core.param_init": 1,
     "megatron.core.timers": 1,

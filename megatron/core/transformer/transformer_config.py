@@ -117,6 +117,12 @@ class ModelArchitectureConfig:
         None, choices=("uniform", "block"), help="With full: uniform = chunks of recompute_num_layers; block = the first recompute_num_layers."
     )
     recompute_num_layers: int | None = config_field(None, minimum=1, help="With full: layers per chunk, or number recomputed.")
+    cpu_offloading: bool = config_field(
+        False,
+        help="Keep the activations of the first cpu_offloading_num_layers layers of each model chunk in pinned host memory between "
+        "forward and backward. Same numbers. Needs a CUDA device.",
+    )
+    cpu_offloading_num_layers: int = config_field(0, minimum=0, help="With cpu_offloading: layers, of each model chunk.")
 
     def __post_init__(self) -> None:
         problems = self._problems()
@@ -149,6 +155,16 @@ class ModelArchitectureConfig:
             problems.append("recompute_granularity=full needs recompute_method (uniform or block) and recompute_num_layers")
         if self.recompute_granularity != "full" and self.recompute_method is not None:
             problems.append("recompute_method is only used with recompute_granularity=full; remove it or set that")
+        if self.cpu_offloading and not self.cpu_offloading_num_layers:
+            problems.append("cpu_offloading=True needs cpu_offloading_num_layers, the number of layers from the first on")
+        if self.cpu_offloading_num_layers and not self.cpu_offloading:
+            problems.append("cpu_offloading_num_layers is only used with cpu_offloading=True; remove it or set that")
+        if self.cpu_offloading_num_layers > self.num_layers:
+            problems.append(f"cpu_offloading_num_layers={self.cpu_offloading_num_layers} is above num_layers={self.num_layers}")
+        if self.cpu_offloading and self.recompute_granularity == "full":
+            problems.append("cpu_offloading=True excludes recompute_granularity=full, which keeps no activations inside layers; use one")
+        if self.cpu_offloading and self.torch_compile:
+            problems.append("cpu_offloading=True does not go with torch_compile=True; leave one of them out")
         for module in self.recompute_modules:
             if module not in RECOMPUTE_MODULES:
                 problems.append(f"recompute_modules names {module!r}; known are {', '.join(RECOMPUTE_MODULES)}")

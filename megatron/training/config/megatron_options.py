@@ -68,9 +68,8 @@ _UNSUPPORTED: Mapping[str, str] = {
         use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp data-parallel-sharding-strategy outer-dp-sharding-strategy
         torch-fsdp2-reshard-after-forward suggested-communication-unit-size""",
     "host memory of offloaded optimizer values is always pinned": "no-pin-cpu-grads no-pin-cpu-params",
-    "activations are recomputed (recompute_granularity), not offloaded or split over ranks": """
-        cpu-offloading cpu-offloading-num-layers cpu-offloading-activations cpu-offloading-weights
-        fine-grained-activation-offloading distribute-saved-activations checkpoint-activations""",
+    "activations are recomputed (recompute_granularity) or offloaded by layer (cpu_offloading), not split over ranks": """
+        cpu-offloading-weights fine-grained-activation-offloading distribute-saved-activations checkpoint-activations""",
     "CUDA graphs are not supported; torch_compile is": """
         enable-cuda-graph external-cuda-graph cuda-graph-scope cuda-graph-num-warmup-steps cuda-graph-warmup-steps""",
     "checkpoints have one format, written by every rank and published atomically": """
@@ -136,6 +135,7 @@ _UNSUPPORTED: Mapping[str, str] = {
 
 _SATISFIED: Mapping[str, str] = {
     "there is only one model code": "use-mcore-models",
+    "cpu_offloading is about activations": "cpu-offloading-activations",
     "copies of optimizer_cpu_offload always overlap, from pinned memory, and the CPU's update is torch's": """
         overlap-cpu-optimizer-d2h-h2d use-torch-optimizer-for-cpu-offload pin-cpu-grads pin-cpu-params""",
     "fused kernels are chosen by the backend and do not change results": """

@@ -22,6 +22,7 @@ VALUES: dict[str, Any] = {
     "training.rampup_batch_size": (2, 2, 12),
     "model.recompute_modules": ("mlp", "layernorm"),
     "model.attention_softmax_in_fp32": True,
+    "model.cpu_offloading_num_layers": 2,
     "optimizer.min_lr": 0.0,
     "optimizer.decoupled_weight_decay": False,
     "optimizer.muon_num_ns_steps": 10,
@@ -30,6 +31,8 @@ VALUES: dict[str, Any] = {
 COMPANIONS: dict[str, dict[str, Any]] = {
     "model.group_query_attention": {"num_query_groups": 2},
     "model.recompute_method": {"recompute_granularity": "full", "recompute_num_layers": 1},
+    "model.cpu_offloading": {"cpu_offloading_num_layers": 1},
+    "model.cpu_offloading_num_layers": {"cpu_offloading": True},
     "model.recompute_granularity": {"recompute_method": "uniform", "recompute_num_layers": 1},
     "ddp.overlap_param_gather": {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
     "ddp.num_distributed_optimizer_instances": {"use_distributed_optimizer": True},
