@@ -114,7 +114,7 @@ class _Layer:
             stored = self._move(tensor)
             self._known[key] = StorageWeakRef(storage), weakref.ref(stored)
             self._stored.append(weakref.ref(stored))
-        return _View(stored, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _View(stored, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Back on the device. The first one asked for brings this layer's others, and those of the layer before, on their way."""
