@@ -9,7 +9,7 @@ import dataclasses
 import torch
 
 from megatron.core.dist_checkpointing.mapping import logical_shape, param_placements
-from megatron.core.param_meta import ParamMeta, set_param_meta
+from megatron.core.param_meta import ParamMeta, param_meta, set_param_meta
 from megatron.core.seeding import derive_seed
 
 _ATTRIBUTE = "_megatron_init_rule"
@@ -37,15 +37,19 @@ def new_parameter(
 
 
 @torch.no_grad()
-def initialize_parameters(module: torch.nn.Module, seed: int, tp_rank: int = 0, tp_size: int = 1) -> None:
+def initialize_parameters(
+    module: torch.nn.Module, seed: int, tp_rank: int = 0, tp_size: int = 1, expert_tp: tuple[int, int] | None = None
+) -> None:
     """Fill every parameter of `module` that was made by `new_parameter`; its name in `module` is its logical name.
 
-    tp_rank, tp_size: this rank's place in tensor parallelism; it takes its part of the logical values.
+    tp_rank, tp_size: this rank's place in tensor parallelism; it takes its part of the logical values. expert_tp: the same for
+    experts' parameters; default: as for all others.
     """
     for name, param in module.named_parameters():
         rule = param.__dict__.get(_ATTRIBUTE)
         if rule is not None and not param.is_meta:
-            _fill(param, rule, derive_seed(seed, "init", name), tp_rank, tp_size)
+            place = expert_tp if expert_tp is not None and param_meta(param).is_expert else (tp_rank, tp_size)
+            _fill(param, rule, derive_seed(seed, "init", name), *place)
 
 
 def _fill(param: torch.nn.Parameter, rule: InitRule, seed: int, tp_rank: int, tp_size: int) -> None:

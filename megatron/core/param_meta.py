@@ -17,7 +17,8 @@ class ParamMeta:
     is_expert: gradient is reduced over the expert-data-parallel group, not over data parallel.
     is_embedding_or_output: takes the decoupled learning rate.
     shared_embedding: a copy of the tied word embedding (present on first and last pipeline stage).
-    tp_partial_grad: each tensor-parallel rank sees a part of the sequence or of the heads, so the gradient is summed over the group.
+    tp_partial_grad: each tensor-parallel rank sees a part of the sequence or of the heads, so the gradient is summed over
+        the group (an expert's over expert tensor parallelism).
     weight_decay: None = by the documented rule (tensors of 1 dimension are not decayed), else forced.
     logical_shape: global shape without vocabulary padding; None = the tensor's own shape.
     tp_blocks: equal blocks along tp_dim that are each split for themselves; 2 for a gated fc1, whose ranks hold

@@ -17,10 +17,9 @@ from megatron.core.pipeline_parallel.schedule_plan import build_plan, check_plan
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers import Tokenizer
 from megatron.training.config import check_run_config
-from megatron.training.config.run_config import RunConfig
+from megatron.training.config.run_config import RunConfig, rank_grid
 from megatron.training.data import dataset_config
 from megatron.training.gpt_builder import build_gpt_model, build_model_chunks, count_parameters
-from megatron.training.initialize import rank_grid
 from megatron.training.plan import TrainingPlan
 from megatron.training.run_tokenizer import build_run_tokenizer, true_vocab_size
 
@@ -52,7 +51,7 @@ def dry_run_report(config: RunConfig, world_size: int) -> str:
         )
         if grid.pp > 1:
             lines.append(f"pipeline stage {stage}: {_contents(config, stage)}")
-        lines += _memory(config, chunks, dp)
+        lines += _memory(config, chunks, dp, grid.expert_dp)
     return "\n".join([*lines, *_pipeline(config, plan), *_rank_map(config, world_size)])
 
 
@@ -100,21 +99,32 @@ def _length(config: RunConfig, plan: TrainingPlan) -> list[str]:
     ]
 
 
-def _memory(config: RunConfig, chunks: list[torch.nn.Module], dp: int) -> list[str]:
+@dataclasses.dataclass(frozen=True)
+class _Buffer:
+    """A chunk's buffer of dense parameters or of experts. ranks: that hold copies; shards: that share its optimizer state."""
+
+    layout: BufferLayout
+    params: list[torch.nn.Parameter]
+    ranks: int
+    shards: int
+
+
+def _memory(config: RunConfig, chunks: list[torch.nn.Module], dp: int, expert_dp: int) -> list[str]:
     """Model state in bytes of the data-parallel rank that holds most, and bytes that it sends per step over data parallelism (ring: (d-1)/d of a buffer each)."""
     params = [p for chunk in chunks for p in chunk.parameters()]
     sharded = config.ddp.use_distributed_optimizer
-    layouts = [_layout(chunk, config, dp) for chunk in chunks]
+    planned = [_buffer(chunk, config, expert, dp, ranks) for chunk in chunks for expert, ranks in ((False, dp), (True, expert_dp))]
+    buffers = [buffer for buffer in planned if buffer.params]
+    layouts = [buffer.layout for buffer in buffers]
     param_size = config.parallel.params_dtype.itemsize
     grad_size = 4 if config.ddp_config(dp).grad_reduce_in_fp32 else param_size
     padded, unpadded = sum(layout.numel for layout in layouts), sum(layout.numel_unpadded for layout in layouts)
-    shards = _shards(config, dp)
-    owned = [bucket.range.size // shards for layout in layouts for bucket in layout.buckets]  # runs of elements whose state is kept
+    owned = [bucket.range.size // buffer.shards for buffer in buffers for bucket in buffer.layout.buckets]  # elements whose state is kept
     if not sharded:
         owned = [spec.numel for layout in layouts for spec in layout.specs]
     on_host = 0
     if config.optimizer.optimizer_cpu_offload:  # buckets are updated in forward order, chunk by chunk
-        sizes = [bucket.range.size // shards for layout in layouts for bucket in reversed(layout.buckets)]
+        sizes = [bucket.range.size // buffer.shards for buffer in buffers for bucket in reversed(buffer.layout.buckets)]
         chosen = offloaded(sizes, config.optimizer.optimizer_offload_fraction)
         owned, gone = ([size for size, out in zip(sizes, chosen, strict=True) if out == where] for where in (False, True))
         on_host = _host_bytes(config, gone, param_size, grad_size)
@@ -124,7 +134,7 @@ def _memory(config: RunConfig, chunks: list[torch.nn.Module], dp: int) -> list[s
         names = state_names(config.optimizer, config.optimizer.optimizer)
         moments = sum(bytes_of(config.optimizer, name, kind, numel) for name in names for numel in owned)
     else:
-        moments = max(4, param_size) * sum(_state_elements(chunk, layout, config, shards) for chunk, layout in zip(chunks, layouts, strict=True))
+        moments = max(4, param_size) * sum(_state_elements(buffer, config) for buffer in buffers)
     copies = config.optimizer.main_grads_dtype == "fp32" and grad_size == 2
     states = {
         "params": ((padded if sharded else unpadded) + frozen) * param_size,
@@ -133,8 +143,8 @@ def _memory(config: RunConfig, chunks: list[torch.nn.Module], dp: int) -> list[s
         "main grads": (sum(owned) if sharded else padded) * 4 if copies else 0,  # the plain optimizer copies the whole buffer
         "moments": moments,
     }
-    wire = (dp - 1) / dp
-    traffic = wire * padded * (grad_size + param_size) if sharded else 2 * wire * padded * grad_size
+    sent = sum((buffer.ranks - 1) / buffer.ranks * buffer.layout.numel for buffer in buffers)
+    traffic = sent * (grad_size + param_size) if sharded else 2 * sent * grad_size
     total = sum(states.values())
     return [
         f"parameters per rank: {sum(p.numel() for p in params):,} ({sum(p.numel() for p in params if p.requires_grad):,} trained)",
@@ -154,16 +164,15 @@ def _host_bytes(config: RunConfig, owned: list[int], param_size: int, grad_size:
     return sum(copies * numel + sum(bytes_of(optimizer, name, kind, numel) for name in names) for numel in owned)
 
 
-def _state_elements(chunk: torch.nn.Module, layout: BufferLayout, config: RunConfig, shards: int) -> int:
+def _state_elements(buffer: _Buffer, config: RunConfig) -> int:
     """Elements of optimizer state beside main params, on the data-parallel rank that holds most."""
-    optimizer = config.optimizer
-    trained = [(name, p) for name, p in chunk.named_parameters() if p.requires_grad]
-    names = [state_names(optimizer, rule_name(optimizer, param)) for _, param in trained]
+    optimizer, shards = config.optimizer, buffer.shards
+    names = [state_names(optimizer, rule_name(optimizer, param)) for param in buffer.params]
     if not optimizer.use_distributed_optimizer:
-        return sum(param.numel() * len(own) for (_, param), own in zip(trained, names, strict=True))
+        return sum(param.numel() * len(own) for param, own in zip(buffer.params, names, strict=True))
     if optimizer.optimizer != "muon":  # one rule: the states lie like the shards
-        return layout.numel // shards * len(state_names(optimizer, optimizer.optimizer))
-    return max(_packed_elements(layout, names, rank, shards) for rank in range(shards))
+        return buffer.layout.numel // shards * len(state_names(optimizer, optimizer.optimizer))
+    return max(_packed_elements(buffer.layout, names, rank, shards) for rank in range(shards))
 
 
 def _packed_elements(layout: BufferLayout, names: list[tuple[str, ...]], rank: int, shards: int) -> int:
@@ -174,16 +183,12 @@ def _packed_elements(layout: BufferLayout, names: list[tuple[str, ...]], rank: i
     return total
 
 
-def _layout(chunk: torch.nn.Module, config: RunConfig, dp: int) -> BufferLayout:
-    trained = [(name, p) for name, p in chunk.named_parameters() if p.requires_grad]
+def _buffer(chunk: torch.nn.Module, config: RunConfig, expert: bool, dp: int, ranks: int) -> _Buffer:
+    trained = [(name, p) for name, p in chunk.named_parameters() if p.requires_grad and param_meta(p).is_expert == expert]
     sharded = config.ddp.use_distributed_optimizer
+    shards = ranks // config.ddp.num_distributed_optimizer_instances if sharded else 1
     specs = [ParamSpec(name, p.numel(), sharded and param_meta(p).shared_embedding) for name, p in trained]
-    return plan_buffer(specs, config.ddp_config(dp).bucket_size, _shards(config, dp))
-
-
-def _shards(config: RunConfig, dp: int) -> int:
-    """Ranks that share the optimizer state."""
-    return dp // config.ddp.num_distributed_optimizer_instances if config.ddp.use_distributed_optimizer else 1
+    return _Buffer(plan_buffer(specs, config.ddp_config(dp).bucket_size, shards), [p for _, p in trained], ranks, shards)
 
 
 def _rank_map(config: RunConfig, world_size: int) -> list[str]:
@@ -191,7 +196,11 @@ def _rank_map(config: RunConfig, world_size: int) -> list[str]:
     lines = ["ranks:"]
     for rank in range(min(world_size, _SHOWN_RANKS)):
         place = grid.coordinates(rank)
-        lines.append(f"  rank {rank}: " + " ".join(f"{axis} {place[axis]}" for axis in ("tp", "cp", "dp", "pp") if axis in place))
+        words = [f"{axis} {place[axis]}" for axis in ("tp", "cp", "dp", "pp") if axis in place]
+        if config.model.num_experts is not None:
+            experts = grid.expert_coordinates(rank)
+            words += ["| experts:", *(f"{axis} {experts[axis]}" for axis in ("tp", "ep", "dp"))]
+        lines.append(f"  rank {rank}: " + " ".join(words))
     if world_size > _SHOWN_RANKS:
         lines.append(f"  and {world_size - _SHOWN_RANKS} more")
     return lines

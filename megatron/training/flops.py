@@ -20,6 +20,7 @@ def flops_per_token(
 
     Per layer, with h hidden, a heads, g key/value heads, d head size, s sequence, f MLP width:
     2h(a+2g)d qkv + 2adh output projection + 4ads scores and values + 4hf (6hf gated) MLP; once 2hV for the logits; all x 3.
+    A layer with E experts has 2hE for the router, and of the experts the k that a token goes to and the shared ones.
 
     Args:
         padded_vocab_size: V, with the padding rows, because they are multiplied too.
@@ -29,8 +30,16 @@ def flops_per_token(
     a, g, f = config.num_attention_heads, config.num_kv_heads, config.ffn_size
     span = s if config.window_size is None else min(s, config.window_size)
     attention = 2 * h * (a + 2 * g) * d + 2 * a * d * h + (2 if causal else 4) * a * d * span
-    mlp = (6 if config.gated else 4) * h * f
-    return 3 * (config.num_layers * (attention + mlp) + 2 * h * padded_vocab_size)
+    dense, experts = _mlp(config, f), 0
+    if config.num_experts is not None:
+        width = config.moe_router_topk * config.moe_ffn_size + (config.moe_shared_expert_intermediate_size or 0)
+        experts = 2 * h * config.num_experts + _mlp(config, width)
+    mlps = sum(experts if config.is_moe_layer(layer) else dense for layer in range(config.num_layers))
+    return 3 * (config.num_layers * attention + mlps + 2 * h * padded_vocab_size)
+
+
+def _mlp(config: ModelArchitectureConfig, width: int) -> int:
+    return (6 if config.gated else 4) * config.hidden_size * width
 
 
 # Dense data-sheet peaks, 1e12 FLOP/s: (16-bit with fp32 sums, TF32, fp32). Matched in this order against the device's name.

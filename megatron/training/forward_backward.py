@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -12,8 +13,9 @@ from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.p2p_communication import PipelineCommunicator
 from megatron.core.pipeline_parallel.schedule_plan import Kind, PipelinePlan, build_plan, forward_only
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.batch_inputs import AuxLossWeight
 from megatron.training.config.run_config import RunConfig
-from megatron.training.objectives import Objective
+from megatron.training.objectives import ModelBatch, Objective
 
 Batch = dict[str, torch.Tensor]
 # (model, microbatch on the device) -> (sum of weighted losses, number of counted tokens)
@@ -91,7 +93,7 @@ class ForwardBackward:
             batch = on_device[microbatch]
             if chunk == plan.chunks - 1:
                 del on_device[microbatch]
-            output, count = self._forward(chunk, batch, hidden)
+            output, count = self._forward(chunk, batch, hidden, scale_loss)
             if count is not None:
                 tokens += count
             if not self._is_last(chunk):
@@ -112,18 +114,27 @@ class ForwardBackward:
         ).run()
         return loss_sum, tokens
 
-    def _forward(self, chunk: int, batch: Batch, hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _forward(
+        self, chunk: int, batch: Batch, hidden: torch.Tensor | None, scale_loss: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(hidden states or sum of losses, number of tokens or None if another chunk of this rank counts them)."""
         model = self.chunks[chunk]
         if self.loss_function is not None:
             return self.loss_function(model, batch)
         inputs = self.objective.prepare(batch, seed=self.config.training.seed)
-        given = {} if hidden is None else {"hidden": hidden}
+        given: dict[str, Any] = {} if hidden is None else {"hidden": hidden}
+        if self.config.model.num_experts is not None and model.training:
+            given["aux_loss"] = self._aux_loss_weight(inputs, scale_loss)
         output = model(inputs.tokens, inputs.position_ids, labels=inputs.labels, document_ids=inputs.document_ids, **given)
         if self._is_last(chunk):
             return self.objective.reduce(output, inputs)
         counts = chunk == 0 and not self.has_loss
         return output, inputs.loss_weights.count_nonzero() if counts else None
+
+    def _aux_loss_weight(self, inputs: ModelBatch, scale_loss: Callable[[torch.Tensor], torch.Tensor]) -> AuxLossWeight:
+        """Auxiliary losses count like the losses of the microbatch's tokens, which are summed and divided by the step's tokens."""
+        tokens = inputs.loss_weights.count_nonzero().to(torch.float32)
+        return AuxLossWeight(tokens, scale_loss(tokens))
 
     def _hidden_shape(self, batch: Batch) -> tuple[int, ...]:
         rows, length = batch["tokens"].shape

@@ -24,12 +24,11 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.errors import ConfigError, ParallelStateError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, create_process_groups
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.training import global_vars
 from megatron.training.agreement import print_rank_0 as print_rank_0  # Megatron users look for it here
 from megatron.training.arguments import Arguments, parse_args, validate_args
-from megatron.training.config.run_config import LaunchConfig
+from megatron.training.config.run_config import LaunchConfig, rank_grid
 from megatron.training.run_tokenizer import build_run_tokenizer
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -94,18 +93,6 @@ def initialize_distributed(launch_config: LaunchConfig, launch: LaunchInfo) -> t
             timeout=timeout,
         )
     return device
-
-
-def rank_grid(parallel: ModelParallelConfig, world_size: int) -> RankGrid:
-    """The grid of `world_size` ranks that a configuration asks for. Raises ConfigError naming the options and the rule."""
-    return RankGrid.for_world(
-        world_size,
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        ep=parallel.expert_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        expert_tp=parallel.expert_tensor_parallel_size,
-    )
 
 
 def create_groups(

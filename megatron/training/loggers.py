@@ -110,6 +110,7 @@ def console_line(metrics: StepMetrics) -> str:
         parts.append(f"num zeros: {m.num_zeros}")
     if m.params_norm is not None:
         parts.append(f"params norm: {m.params_norm:.3f}")
+    parts += [f"{name.replace('_', ' ')}: {value:.6E}" for name, value in m.expert_balance.items() if "/" not in name]
     parts += [f"number of skipped iterations: {m.skipped:3d}", f"number of nan iterations: {m.nan:3d}"]
     parts.append(f"tokens/s: {m.tokens_per_s:.0f}")
     if m.mfu is not None:
@@ -159,11 +160,12 @@ class JsonlLogger:
         """Only log lines are written."""
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """Append the line; `num_zeros`, `params_norm` and `param_group_norms` are there when they are measured."""
+        """Append the line; `num_zeros`, `params_norm`, `param_group_norms` and the experts' balance are there when they are measured."""
         record = {name: getattr(metrics, name) for name in LOGGED_FIELDS}
         for name in ("num_zeros", "params_norm"):
             if getattr(metrics, name) is not None:
                 record[name] = getattr(metrics, name)
+        record |= metrics.expert_balance
         if metrics.group_norms:
             record["param_group_norms"] = {
                 group: {name: _finite(norm) for name, norm in norms.items()} for group, norms in metrics.group_norms.items()
@@ -295,6 +297,7 @@ def tensorboard_scalars(metrics: StepMetrics, world_size: int) -> dict[str, floa
         "params-norm": metrics.params_norm,
         "iteration-time": metrics.step_time_s,
     }
+    scalars |= metrics.expert_balance
     for group, norms in metrics.group_norms.items():
         scalars |= {f"{tag}/{group}": norms.get(name) for name, tag in (("grad", "grad-norm"), ("param", "params-norm"))}
     return {tag: float(value) for tag, value in scalars.items() if value is not None}

@@ -65,6 +65,7 @@ class StepMetrics:
     tokens_per_s: of all ranks together. tflops_per_rank: model FLOPs (not those of recomputation), in 1e12/s.
     mfu: tflops_per_rank over the device's dense peak, 0..1; None where the peak is not known.
     peak_memory_bytes: of rank 0, so far. eta_s: seconds to the last step at this pace.
+    expert_balance: of the last step, by tag (`megatron.core.transformer.moe.balance`); empty for a model without experts.
     """
 
     iteration: int
@@ -89,6 +90,7 @@ class StepMetrics:
     num_zeros: int | None = None
     params_norm: float | None = None
     group_norms: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    expert_balance: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,11 +163,17 @@ class MetricsAccumulator:
         self._last = result
 
     def flush(
-        self, state: TrainState, *, learning_rate: float, loss_scale: float, peak_memory_bytes: int
+        self,
+        state: TrainState,
+        *,
+        learning_rate: float,
+        loss_scale: float,
+        peak_memory_bytes: int,
+        expert_balance: Mapping[str, float] | None = None,
     ) -> StepMetrics:
         """The interval's metrics; the next interval starts empty. At least one step was added.
 
-        state: the run's counters after the interval's last step.
+        state: the run's counters after the interval's last step. expert_balance: of the last step.
         """
         assert self._last is not None, "flush without a step"
         rate = self._tokens / self._step_time if self._step_time > 0 else 0.0
@@ -194,6 +202,7 @@ class MetricsAccumulator:
             num_zeros=self._last.num_zeros,
             params_norm=self._last.params_norm,
             group_norms=self._last.group_norms,
+            expert_balance=expert_balance or {},
         )
         self._clear()
         return metrics

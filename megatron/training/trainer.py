@@ -29,11 +29,13 @@ from megatron.core.models.gpt.gpt_model import padded_vocab_size
 from megatron.core.optimizer import MegatronOptimizer, describe_param_groups, get_megatron_optimizer, memory_report
 from megatron.core.optimizer.offload import offload_problem
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.param_meta import param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import Tokenizer
 from megatron.core.transformer.activation_offload import activation_offload_problem
+from megatron.core.transformer.moe.balance import balance_metrics, reset_balance, update_expert_bias
 from megatron.training.agreement import fail_together, gather_texts, known_to_all, on_all_ranks, own_rank, print_rank_0
 from megatron.training.callbacks import Callback
 from megatron.training.checkpointing import (
@@ -310,6 +312,7 @@ class Trainer:
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer(overwrite=True)
         self.optimizer.zero_grad()
+        reset_balance(self.model_chunks)
         with self._timed("forward-backward"):
             loss_sum, tokens = self.forward_backward.train(batches, self.optimizer.scale_loss)
         with self._timed("all-grads-sync"):
@@ -322,6 +325,7 @@ class Trainer:
         if nan:
             self._non_finite(loss_sum, grad_norm)
         if success:
+            update_expert_bias(self.model_chunks, self.groups)
             self.scheduler.step(increment=self.plan.global_batch_size(self.state.consumed_samples))
         return StepResult(
             loss_sum=agreed.loss_sum if success else 0.0,
@@ -425,6 +429,7 @@ class Trainer:
             learning_rate=self._learning_rate(),
             loss_scale=float(self.optimizer.get_loss_scale()),
             peak_memory_bytes=_peak_memory(self.device),
+            expert_balance=balance_metrics(self.config.model, self.model_chunks, self.groups, self.device),
         )
         self.loggers.log_step(metrics)
         if self.rank == 0:
@@ -504,10 +509,10 @@ class Trainer:
         if not self.config.logging.log_params_norm:
             return None
         self.optimizer.finish_param_sync()
-        norms = [torch.linalg.vector_norm(p.detach().float()) for p in self._parameters_counted_here()]
-        square = torch.stack([norm.double().square() for norm in norms] or [torch.zeros((), dtype=torch.float64)]).sum()
-        collectives.all_reduce(square, self.groups.mp)  # sum over tp and pp, fp64
-        return math.sqrt(square.item())
+        squares = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for p in self._parameters_counted_here():
+            squares[int(param_meta(p).is_expert)] += torch.linalg.vector_norm(p.detach().float()).double().square()
+        return math.sqrt(self._over_a_copy(squares).item())
 
     def _group_norms(self) -> dict[str, dict[str, float]]:
         """L2 norms by parameter group: of the step's gradients before clipping, of the parameters; empty unless they are to be logged."""
@@ -515,15 +520,23 @@ class Trainer:
         if not grads:
             return {}
         self.optimizer.finish_param_sync()
-        squares = dict.fromkeys(grads, torch.zeros((), dtype=torch.float64))
+        labels = list(grads)
+        squares = torch.zeros((2, len(labels)), dtype=torch.float64, device=self.device)
         for param in self._parameters_counted_here():
             label = self.optimizer.label_of(param)
             if label is not None:
-                squares[label] = squares[label] + torch.linalg.vector_norm(param.detach().float()).double().square()
-        total = torch.stack([square.to(self.device) for square in squares.values()])
-        collectives.all_reduce(total, self.groups.mp)  # sum over tp and pp, fp64
-        params = dict(zip(squares, total.sqrt().tolist(), strict=True))
+                square = torch.linalg.vector_norm(param.detach().float()).double().square()
+                squares[int(param_meta(param).is_expert), labels.index(label)] += square
+        params = dict(zip(labels, self._over_a_copy(squares).sqrt().tolist(), strict=True))
         return {label: {"grad": norm, "param": params[label]} for label, norm in grads.items()}
+
+    def _over_a_copy(self, sums: torch.Tensor) -> torch.Tensor:
+        """[2, ...], of dense parameters and of experts, both of this rank -> [...] of a whole copy of the model."""
+        dense, experts = sums.unbind(0)
+        dense, experts = dense.contiguous(), experts.contiguous()
+        collectives.all_reduce(dense, self.groups.mp)  # sum over tp and pp
+        collectives.all_reduce(experts, self.groups.tp_ep_pp)  # sum over expert tp, ep and pp
+        return dense + experts
 
     def _parameters_counted_here(self) -> list[torch.nn.Parameter]:
         """Each parameter, or part of one, is counted by one rank of a copy of the model."""
@@ -536,13 +549,21 @@ class Trainer:
 
     def _announce(self) -> None:
         """What runs, printed once by rank 0."""
-        parameters = torch.tensor(sum(p.numel() for p in self._parameters_counted_here()), device=self.device)
-        collectives.all_reduce(parameters, self.groups.mp)  # sum over tp and pp, int64
-        sizes = {"tensor": self.groups.size("tp"), "pipeline": self.groups.size("pp")}
+        counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+        for param in self._parameters_counted_here():
+            counts[int(param_meta(param).is_expert)] += param.numel()
+        experts = self._over_a_copy(torch.stack([torch.zeros_like(counts[1]), counts[1]])).item()
+        parameters = self._over_a_copy(counts)
+        model = self.config.model
+        idle = 0.0 if model.num_experts is None else experts * (1 - model.moe_router_topk / model.num_experts)
+        active = f" ({(parameters.item() - idle) / 1e6:.2f} M active per token)" if idle else ""
+        sizes = {
+            "tensor": self.groups.size("tp"), "pipeline": self.groups.size("pp"), "expert": self.groups.size("ep"),
+        }  # fmt: skip
         cut = "".join(f"{name} parallel {size}, " for name, size in sizes.items() if size > 1)
         print_rank_0(
             f"{self.world_size} rank(s) on {self.device.type}, {cut}data parallel {self.groups.size('dp')}; "
-            f"{parameters.item() / 1e6:.2f} M parameters in {self.config.parallel.params_dtype}"
+            f"{parameters.item() / 1e6:.2f} M parameters{active} in {self.config.parallel.params_dtype}"
         )
         print_rank_0(str(memory_report(self.model_chunks, self.optimizer)))
         for treatment, names in describe_param_groups(self.optimizer.param_groups).items():

@@ -11,6 +11,8 @@ LEVELS: dict[str, int] = {
     "megatron.core.distributed.distributed_data_parallel_config": 0,
     "megatron.core.optimizer.optimizer_config": 0,
     "megatron.core.transformer.transformer_config": 0,
+    "megatron.core.transformer.moe": 3,
+    "megatron.core.transformer.moe.moe_config": 0,
     "megatron.core.rank_grid": 0,
     "megatron.core.process_groups_config": 0,
     "megatron.core.param_meta": 0,

@@ -108,7 +108,7 @@ def run_job(world_size: int, flags: list[str]) -> list[Job]:
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Copies of all whole parameters by logical name; ranks that hold the same part of one must hold the same bits."""
     groups = trainer.groups
-    if groups.size("mp") == 1:
+    if groups.size("mp") == groups.size("tp_ep") == 1:
         return {name: p.detach().clone() for name, p in trainer.model.module.named_parameters()}
     local = [model_sharded_tensors(chunk.module, groups) for chunk in trainer.model_chunks]
     whole = logical_tensors({name: tensor for tensors in local for name, tensor in tensors.items()}, groups)

@@ -4,6 +4,7 @@ import torch
 
 from megatron.core import collectives
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, logical_shape, param_placements, placed_pieces
+from megatron.core.param_meta import param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
@@ -32,7 +33,8 @@ def logical_grads(module: torch.nn.Module, groups: ProcessGroupCollection) -> di
     for name, param in module.named_parameters():
         grad = getattr(param, "main_grad", param.grad)
         if grad is not None:
-            where = param_placements(param, groups.rank("tp"), groups.size("tp"))
-            shape = logical_shape(param, groups.size("tp"))
+            tensor = "expt_tp" if param_meta(param).is_expert else "tp"
+            where = param_placements(param, groups.rank(tensor), groups.size(tensor))
+            shape = logical_shape(param, groups.size(tensor))
             local[name] = ShardedTensor(name, shape, placed_pieces(where, grad))
     return logical_tensors(local, groups)

@@ -5,13 +5,14 @@ It shares no code with the product but the configuration and the names of parame
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 Params = Mapping[str, torch.Tensor]
+Recorder = Callable[[str, torch.Tensor, list[list[int]]], None]  # (prefix of the layer, logits [t, E], experts of each token)
 
 
 def reference_logits(
@@ -59,7 +60,8 @@ def _row_logits(
         normed = _norm(params, config, prefix + "input_layernorm", hidden)
         hidden = hidden + _attention(params, config, prefix + "self_attention.", normed, positions, documents)
         normed = _norm(params, config, prefix + "pre_mlp_layernorm", hidden)
-        hidden = hidden + _mlp(params, config, prefix + "mlp.", normed)
+        branch = moe_output if config.is_moe_layer(layer) else _mlp
+        hidden = hidden + branch(params, config, prefix + "mlp.", normed)
     hidden = _norm(params, config, "decoder.final_layernorm", hidden)
     head = params["output_layer.weight"] if config.untie_embeddings_and_output_weights else words
     return hidden @ head.T
@@ -183,3 +185,62 @@ def _activate(name: str, x: torch.Tensor) -> torch.Tensor:
         return x / (1 + torch.exp(-x))
     positive = torch.where(x > 0, x, torch.zeros_like(x))
     return positive if name == "relu" else positive * positive
+
+
+def moe_output(
+    params: Params, config: TransformerConfig, prefix: str, x: torch.Tensor, record: Recorder | None = None
+) -> torch.Tensor:
+    """A layer with experts, one token and one expert after the other. x: [t, h] -> [t, h]. No capacity, choice by tokens."""
+    logits = x @ params[prefix + "router.weight"].T
+    outputs, experts = [], []
+    for token in range(x.size(0)):
+        weights = _expert_weights(params, config, prefix, logits[token])
+        experts.append(list(weights))
+        output = sum(w * _mlp(params, config, f"{prefix}experts.{e}.", x[token : token + 1])[0] for e, w in weights.items())
+        if config.moe_shared_expert_intermediate_size is not None:
+            output = output + _mlp(params, config, prefix + "shared_experts.", x[token : token + 1])[0]
+        outputs.append(output)
+    if record is not None:
+        record(prefix, logits, experts)
+    return torch.stack(outputs)  # type: ignore[arg-type]
+
+
+def _expert_weights(params: Params, config: TransformerConfig, prefix: str, logits: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Expert -> weight of one token. logits: [E]."""
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    scores = 1 / (1 + torch.exp(-logits)) if sigmoid else torch.exp(logits) / torch.exp(logits).sum()
+    bias = params.get(prefix + "router.expert_bias")
+    by = scores if sigmoid or config.moe_router_pre_softmax else logits  # what the choice goes by
+    wanted = [value + (0.0 if bias is None else float(bias[e])) for e, value in enumerate(by.tolist())]
+    allowed = list(range(len(wanted)))
+    if config.moe_router_num_groups is not None and config.moe_router_group_topk is not None:
+        size = len(wanted) // config.moe_router_num_groups
+        groups = [allowed[i : i + size] for i in range(0, len(wanted), size)]
+        best = config.moe_router_topk // config.moe_router_group_topk
+        groups.sort(key=lambda group: -sum(sorted((wanted[e] for e in group), reverse=True)[:best]))
+        allowed = [e for group in groups[: config.moe_router_group_topk] for e in group]
+    chosen = sorted(allowed, key=lambda e: -wanted[e])[: config.moe_router_topk]
+    total = sum(scores[e] for e in chosen)
+    renormalised = (sigmoid and config.moe_router_topk > 1) or (not sigmoid and not config.moe_router_pre_softmax)
+    factor = config.moe_router_topk_scaling_factor or 1.0
+    return {e: factor * (scores[e] / total if renormalised else scores[e]) for e in chosen}
+
+
+def balancing_loss_reference(config: TransformerConfig, logits: torch.Tensor, experts: list[list[int]]) -> torch.Tensor:
+    """Switch Transformer's loss over these tokens. logits: [t, E]."""
+    number, tokens = logits.size(1), logits.size(0)
+    if config.moe_router_score_function == "sigmoid":
+        scores = 1 / (1 + torch.exp(-logits))
+        scores = scores / scores.sum(-1, keepdim=True)
+    else:
+        scores = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)
+    loss = logits.new_zeros(())
+    for expert in range(number):
+        share = sum(expert in chosen for chosen in experts) / (tokens * config.moe_router_topk)
+        loss = loss + number * share * scores[:, expert].mean()
+    return loss
+
+
+def z_loss_reference(logits: torch.Tensor) -> torch.Tensor:
+    """Mean of the squared log-sum-exp. logits: [t, E]."""
+    return torch.log(torch.exp(logits).sum(-1)).square().mean()

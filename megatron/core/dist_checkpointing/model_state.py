@@ -24,9 +24,10 @@ def model_sharded_tensors(module: torch.nn.Module, groups: ProcessGroupCollectio
     """
     tensors = {}
     for full_name, param in module.named_parameters():
-        where = param_placements(param, groups.rank("tp"), groups.size("tp"))
-        name, shape = f"model.{logical_name(full_name)}", logical_shape(param, groups.size("tp"))
-        replicas = groups.place_among(("dp_cp", *param_meta(param).replica_groups))
+        tensor, data = ("expt_tp", "expt_dp") if param_meta(param).is_expert else ("tp", "dp_cp")
+        where = param_placements(param, groups.rank(tensor), groups.size(tensor))
+        name, shape = f"model.{logical_name(full_name)}", logical_shape(param, groups.size(tensor))
+        replicas = groups.place_among((data, *param_meta(param).replica_groups))
         tensors[name] = ShardedTensor(name, shape, placed_pieces(where, param), *replicas)
     for full_name, buffer in _persistent_buffers(module).items():
         name = f"model.{logical_name(full_name)}"

@@ -30,7 +30,9 @@ def finalize_model_grads(
     groups = chunks[0].pg_collection
     valid = [grad for chunk in chunks for grad in chunk.valid_grads()]
     # A norm's weight is replicated over tp, but with sequence parallelism each rank saw its part of the sequence.
-    _sum_over(groups.tp, [grad for grad in valid if param_meta(grad.param).tp_partial_grad])
+    partial = [grad for grad in valid if param_meta(grad.param).tp_partial_grad]
+    _sum_over(groups.tp, [grad for grad in partial if not param_meta(grad.param).is_expert])
+    _sum_over(groups.expt_tp, [grad for grad in partial if param_meta(grad.param).is_expert])
     # The tied embedding lives on the first and the last stage; both copies get the sum of both gradients.
     _sum_over(groups.embd, [grad for grad in valid if param_meta(grad.param).shared_embedding])
 

@@ -600,7 +600,8 @@ class MegatronOptimizer(ABC):
     ) -> MainParam:
         """The parameter whose elements from `start` on lie in `part` of `flats`."""
         meta = param_meta(param)
-        split = f" on tensor-parallel rank {self.groups.rank('tp')}" if meta.tp_dim is not None else ""
+        rank = self.groups.rank("expt_tp" if meta.is_expert else "tp")
+        split = f" on tensor-parallel rank {rank}" if meta.tp_dim is not None else ""
         blockwise = BlockwiseParam(flats.cut(part), flats.model[part], grad, name + split, start)
         return MainParam(name, param, start, flats.model[part], grad, {}, self._group_of[param], blockwise)
 

@@ -56,7 +56,7 @@ def linear(
     sequence_parallel: `hidden` is [s/tp, b, in], a part of what is used; it is gathered here, and again in the backward.
     fuse_accumulation: put the weight's gradient straight into `weight.main_grad` where that is possible.
     """
-    fused = fuse_accumulation and _writes_main_grad(weight, hidden)
+    fused = fuse_accumulation and writes_main_grad(weight, hidden)
     if fused or group_size(copied_over) > 1 or (fuse_accumulation and hasattr(weight, "main_grad_done")):
         return _Linear.apply(hidden, weight, bias, copied_over, sequence_parallel, fused)  # type: ignore[no-untyped-call]
     return F.linear(hidden, weight, bias)
@@ -105,12 +105,12 @@ class _Linear(torch.autograd.Function):
                 reducing = start_reduce_scatter_sequence(product, ctx.group)
             else:
                 reducing = start_all_reduce(product, ctx.group)
-        grad_weight = _weight_grad(rows, finished(gathering).flatten(0, -2), ctx.parameter, ctx.fused) if needs_weight else None
+        grad_weight = weight_grad(rows, finished(gathering).flatten(0, -2), ctx.parameter, ctx.fused) if needs_weight else None
         grad_bias = rows.sum(0) if needs_bias else None
         return None if reducing is None else finished(reducing), grad_weight, grad_bias, None, None, None
 
 
-def _weight_grad(rows: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, fused: bool) -> torch.Tensor | None:
+def weight_grad(rows: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, fused: bool) -> torch.Tensor | None:
     """rows^T inputs: returned, or put into `weight.main_grad` without a tensor and a pass of its own in between."""
     if not fused:
         return rows.t() @ inputs
@@ -121,17 +121,28 @@ def _weight_grad(rows: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor,
     return None
 
 
+def add_weight_grad(product: torch.Tensor, weight: torch.Tensor, fused: bool) -> torch.Tensor | None:
+    """`weight_grad` where the product is there already."""
+    if not fused:
+        return product
+    if weight.begin_main_grad():  # type: ignore[attr-defined]
+        weight.main_grad.add_(product)  # type: ignore[attr-defined]
+    else:
+        weight.main_grad.copy_(product)  # type: ignore[attr-defined]
+    return None
+
+
 def _later_weight_grad(
     rows: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, fused: bool, gathered_over: Group
 ) -> None:
-    """`_weight_grad` as work for later. hidden: what is to be gathered over the tp group, or all of it (group None)."""
+    """`weight_grad` as work for later. hidden: what is to be gathered over the tp group, or all of it (group None)."""
     inputs = finished(start_gather_sequence(hidden, gathered_over)) if gathered_over is not None else hidden
-    grad = _weight_grad(rows, inputs.flatten(0, -2), weight, fused)
+    grad = weight_grad(rows, inputs.flatten(0, -2), weight, fused)
     if grad is not None:
         weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
-def _writes_main_grad(weight: torch.Tensor, hidden: torch.Tensor) -> bool:
+def writes_main_grad(weight: torch.Tensor, hidden: torch.Tensor) -> bool:
     """Whether the weight is to be trained into a buffer of the computation's dtype. Compiled layers leave it to autograd."""
     return (
         weight.requires_grad

@@ -125,9 +125,11 @@ def scatter_to_sequence_parallel_region(tensor: torch.Tensor, group: Group) -> t
     return _map(tensor, group, _own_sequence, _gather_sequence)
 
 
-def gather_from_sequence_parallel_region(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """[s/tp, ...] -> [s, ...], which each rank uses for its part."""
-    return _map(tensor, group, _gather_sequence, _reduce_scatter_sequence)
+def gather_from_sequence_parallel_region(
+    tensor: torch.Tensor, group: Group, tensor_parallel_output_grad: bool = True
+) -> torch.Tensor:
+    """[s/tp, ...] -> [s, ...], which each rank uses for its part; or with tensor_parallel_output_grad=False as a replica."""
+    return _map(tensor, group, _gather_sequence, _reduce_scatter_sequence if tensor_parallel_output_grad else _own_sequence)
 
 
 def reduce_scatter_to_sequence_parallel_region(tensor: torch.Tensor, group: Group) -> torch.Tensor:

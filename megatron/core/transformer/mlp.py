@@ -12,16 +12,25 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class MLP(torch.nn.Module):
-    """linear_fc1 [f or 2f (gate; up), h], activation, linear_fc2 [h, f]; a tensor-parallel rank has f/tp of the middle."""
+    """linear_fc1 [f or 2f (gate; up), h], activation, linear_fc2 [h, f]; a tensor-parallel rank has f/tp of the middle.
+
+    ffn_size: f; default: the configuration's.
+    """
 
     def __init__(
-        self, config: TransformerConfig, *, device: torch.device | None, pg_collection: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        *,
+        device: torch.device | None,
+        pg_collection: ProcessGroupCollection,
+        ffn_size: int | None = None,
     ) -> None:
         super().__init__()
+        width = config.ffn_size if ffn_size is None else ffn_size
         common: dict[str, Any] = {"dtype": config.params_dtype, "device": device, "pg_collection": pg_collection}
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
-            config.ffn_size * (2 if config.gated else 1),
+            width * (2 if config.gated else 1),
             rule=InitRule(std=config.init_method_std),
             bias=config.add_bias_linear,
             sequence_parallel=config.sequence_parallel,
@@ -30,7 +39,7 @@ class MLP(torch.nn.Module):
         )
         self.activation = activation(config)
         self.linear_fc2 = RowParallelLinear(
-            config.ffn_size,
+            width,
             config.hidden_size,
             rule=InitRule(std=config.output_init_std),
             bias=config.add_bias_linear,

@@ -8,13 +8,14 @@ from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.layer_split import PipelinePart, split_layers
 from megatron.core.pipeline_parallel.schedule_plan import plan_problem
+from megatron.core.transformer.moe.moe_config import MoEConfig, moe_layers
 
 GATED_ACTIVATIONS = ("swiglu", "geglu")
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelArchitectureConfig:
+class ModelArchitectureConfig(MoEConfig):
     """Architecture of the decoder. Section `model` of a run's configuration."""
 
     num_layers: int = config_field(minimum=1, help="Transformer layers.")
@@ -168,6 +169,13 @@ class ModelArchitectureConfig:
         for module in self.recompute_modules:
             if module not in RECOMPUTE_MODULES:
                 problems.append(f"recompute_modules names {module!r}; known are {', '.join(RECOMPUTE_MODULES)}")
+        problems += self.moe_problems(self.num_layers)
+        if self.moe_layer_recompute and self.recompute_granularity == "full":
+            problems.append("moe_layer_recompute does not go with recompute_granularity=full; leave one of them out")
+        if "moe" in self.recompute_modules and self.num_experts is None:
+            problems.append("recompute_modules names moe, which needs num_experts")
+        if self.num_experts is not None and self.torch_compile:
+            problems.append("torch_compile=True does not go with num_experts: shapes depend on the routing; leave one of them out")
         if not self.attention_softmax_in_fp32:
             problems.append("attention_softmax_in_fp32=False is not offered: all attention backends use fp32 there")
         return problems
@@ -193,6 +201,15 @@ class ModelArchitectureConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return max(64, int(self.hidden_size * 8 / 3 / 64) * 64) if self.gated else 4 * self.hidden_size
+
+    @property
+    def moe_ffn_size(self) -> int:
+        """Width of an expert, defaults resolved."""
+        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Whether the layer with this global number has experts; layers behind the last one are like the last."""
+        return self.num_experts is not None and moe_layers(self.moe_layer_freq, self.num_layers)[min(index, self.num_layers - 1)]
 
     @property
     def output_init_std(self) -> float:
@@ -231,6 +248,7 @@ class TransformerConfig(ModelArchitectureConfig, ModelParallelConfig):
             problems.append(
                 f"tensor_model_parallel_size={self.tensor_model_parallel_size} does not divide ffn_hidden_size={self.ffn_size}"
             )
+        problems += self._expert_problems()
         pipeline = plan_problem(self.pipeline_schedule, self.pipeline_model_parallel_size, self.pipeline_chunks, None)
         if pipeline is not None:
             return [*problems, pipeline]
@@ -244,6 +262,25 @@ class TransformerConfig(ModelArchitectureConfig, ModelParallelConfig):
             problems.append(
                 "pipeline_schedule=zb_v has embedding and head on one stage in different chunks, which cannot share a weight; set "
                 "untie_embeddings_and_output_weights=True or use another schedule"
+            )
+        return problems
+
+    def _expert_problems(self) -> list[str]:
+        ranks, tensor = self.expert_model_parallel_size, self.expert_tensor_parallel_size
+        if self.num_experts is None:
+            given = {"expert_model_parallel_size": ranks, "expert_tensor_parallel_size": tensor or 1}
+            return [f"{name}={size} needs num_experts; set that or leave it out" for name, size in given.items() if size > 1]
+        problems = []
+        if self.num_experts % ranks:
+            sizes = [str(n) for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
+            problems.append(f"expert_model_parallel_size={ranks} does not divide num_experts={self.num_experts}; use {', '.join(sizes)}")
+        tensor = self.tensor_model_parallel_size if tensor is None else tensor
+        if self.moe_ffn_size % tensor:
+            problems.append(f"expert_tensor_parallel_size={tensor} does not divide moe_ffn_hidden_size={self.moe_ffn_size}")
+        shared = self.moe_shared_expert_intermediate_size
+        if shared is not None and shared % self.tensor_model_parallel_size:
+            problems.append(
+                f"tensor_model_parallel_size={self.tensor_model_parallel_size} does not divide moe_shared_expert_intermediate_size={shared}"
             )
         return problems
 

@@ -38,14 +38,11 @@ class MegatronOption:
 
 
 _UNSUPPORTED: Mapping[str, str] = {
-    "mixture of experts is not supported": """
-        num-experts num-moe-experts moe-layer-freq moe-ffn-hidden-size moe-shared-expert-intermediate-size
-        moe-shared-expert-overlap moe-router-load-balancing-type moe-router-topk moe-router-score-function
-        moe-router-pre-softmax moe-router-num-groups moe-router-group-topk moe-router-topk-scaling-factor
-        moe-router-enable-expert-bias moe-router-bias-update-rate moe-router-dtype moe-aux-loss-coeff moe-z-loss-coeff
-        moe-input-jitter-eps moe-grouped-gemm moe-use-legacy-grouped-gemm moe-token-dispatcher-type moe-enable-deepep
-        moe-per-layer-logging moe-expert-capacity-factor moe-pad-expert-input-to-capacity moe-token-drop-policy
-        moe-layer-recompute moe-extended-tp moe-use-upcycling moe-permute-fusion moe-token-dropping""",
+    "tokens travel by moe_token_dispatcher_type alone, one collective after another": "moe-shared-expert-overlap moe-enable-deepep",
+    "the router sees its tokens as they are": "moe-input-jitter-eps",
+    "a capacity is set by moe_expert_capacity_factor": "moe-token-dropping",
+    "expert_tensor_parallel_size cuts experts": "moe-extended-tp",
+    "dense weights become experts by moe_use_upcycling; not in this version": "moe-use-upcycling",
     "fp8 and fp4 training is not supported": """
         fp8 fp8-format fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo fp8-recipe fp8-wgrad
         fp8-param-gather
@@ -149,6 +146,8 @@ _SATISFIED: Mapping[str, str] = {
         no-async-tensor-model-parallel-allreduce async-tensor-model-parallel-allreduce""",
     "modules are initialised on their own device": "use-cpu-initialization lazy-mpu-init",
     "every rank reads its own data": "no-data-sharding",
+    "rows are ordered by one gather": "moe-permute-fusion",
+    "moe_grouped_gemm has one implementation": "moe-use-legacy-grouped-gemm",
     "scores are never scaled by the layer number": "no-query-key-layer-scaling",
 }
 
@@ -164,8 +163,6 @@ _VALUES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "perform-initialization": ("parameters are always initialised", ("true",)),
 }
 _OFF_VALUES: Mapping[str, tuple[str, ...]] = {
-    "moe-aux-loss-coeff": ("0", "0.0"),
-    "moe-z-loss-coeff": ("0", "0.0"),
     "spec": ("[]",),
     "replication-factor": ("1",),
 }

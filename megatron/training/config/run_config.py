@@ -8,6 +8,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.rank_grid import RankGrid
 from megatron.core.tokenizers import TOKENIZER_TYPES
 from megatron.core.transformer.transformer_config import ModelArchitectureConfig, TransformerConfig
 
@@ -281,10 +282,7 @@ class RunConfig:
                 f"{world_size} ranks cannot be divided by tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} "
                 f"x context_parallel_size={cp} (= {tp * pp * cp}); start a multiple of that or change the sizes"
             )
-        dp, ep = world_size // (tp * pp * cp), parallel.expert_model_parallel_size
-        if dp % ep:
-            raise ConfigError(f"expert_model_parallel_size={ep} does not divide the data-parallel size {dp}")
-        return dp
+        return rank_grid(parallel, world_size).dp
 
     def global_batch_size(self, data_parallel_size: int) -> int:
         """Samples per step over all ranks, at the end of a ramp-up."""
@@ -294,6 +292,18 @@ class RunConfig:
     def max_position_embeddings(self) -> int:
         """Longest sequence in tokens that the model can represent."""
         return self.model.max_position_embeddings or self.data.seq_length
+
+
+def rank_grid(parallel: ModelParallelConfig, world_size: int) -> RankGrid:
+    """The grid of `world_size` ranks that a configuration asks for. Raises ConfigError naming the options and the rule."""
+    return RankGrid.for_world(
+        world_size,
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        expert_tp=parallel.expert_tensor_parallel_size,
+    )
 
 
 def _linked_mismatches(config: RunConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.num_microbatches_calculator import NumMicroBatches
 from megatron.core.pipeline_parallel.schedule_plan import plan_problem
 from megatron.core.tokenizers import FILE_OPTIONS
-from megatron.training.config.run_config import RunConfig
+from megatron.training.config.run_config import RunConfig, rank_grid
 
 
 def check_run_config(config: RunConfig, world_size: int | None = None) -> list[str]:
@@ -45,8 +45,6 @@ def _parallel(config: RunConfig) -> Iterator[str]:
         yield f"seq_length={seq_length} is not a multiple of 2 x context_parallel_size={cp} (= {2 * cp})"
     unsupported = {
         "context_parallel_size": cp,
-        "expert_model_parallel_size": parallel.expert_model_parallel_size,
-        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size or 1,
     }
     for name, size in unsupported.items():
         if size != 1:
@@ -261,9 +259,14 @@ def _ranks(config: RunConfig, world_size: int | None) -> Iterator[str]:
         except ConfigError as error:
             yield str(error)
             return
-    instances = config.ddp.num_distributed_optimizer_instances
-    if world_size is not None and dp * config.parallel.context_parallel_size % instances:
+    instances, parallel = config.ddp.num_distributed_optimizer_instances, config.parallel
+    if world_size is not None and dp * parallel.context_parallel_size % instances:
         yield f"num_distributed_optimizer_instances={instances} does not divide the data-parallel size {dp}"
+    elif world_size is not None and config.model.num_experts is not None:
+        try:
+            rank_grid(parallel, world_size).expert_instance_groups(instances)
+        except ConfigError as error:
+            yield str(error)
     training = config.training
     try:
         calculator = NumMicroBatches(

@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, linear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from megatron.core.transformer.batch_inputs import BatchInputs
+from megatron.core.transformer.batch_inputs import AuxLossWeight, BatchInputs
 from megatron.core.transformer.inference_context import InferenceContext
 from megatron.core.transformer.rope import RotaryTable
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -81,7 +81,8 @@ class GPTModel(torch.nn.Module):
         )
         self.output_layer = self._build_head(device, groups) if post_process and not tied else None
         self._input_tensor: torch.Tensor | None = None
-        initialize_parameters(self, seed, groups.rank("tp"), groups.size("tp"))
+        of_experts = groups.rank("expt_tp"), groups.size("expt_tp")
+        initialize_parameters(self, seed, groups.rank("tp"), groups.size("tp"), of_experts)
 
     def _build_head(self, device: torch.device | None, groups: ProcessGroupCollection) -> ColumnParallelLinear:
         config = self.config
@@ -116,6 +117,7 @@ class GPTModel(torch.nn.Module):
         document_ids: torch.Tensor | None = None,
         inference_context: InferenceContext | None = None,
         hidden: torch.Tensor | None = None,
+        aux_loss: AuxLossWeight | None = None,
     ) -> torch.Tensor:
         """Logits, or the loss of each token; of a part without the head, its hidden states.
 
@@ -126,6 +128,8 @@ class GPTModel(torch.nn.Module):
             document_ids: int64 [b, s], equal inside a document; attention stays inside documents. Default: a row is one.
             inference_context: key/value cache; then input_ids are the new tokens and position_ids is required.
             hidden: what the part before gave, [s, b, h], [s/tp, b, h] with sequence parallelism; only for a part without embedding.
+            aux_loss: weight of the auxiliary losses of layers with experts, whose gradients join those of what is returned;
+                default 1, which fits a mean over the tokens.
 
         Returns logits [b, s, vocab_size] in the model's dtype without labels, else losses [b, s] in nats, fp32 (fp64 for an
         fp64 model), neither masked nor reduced.
@@ -137,7 +141,7 @@ class GPTModel(torch.nn.Module):
         if hidden is None:
             assert isinstance(self.embedding, GPTEmbedding)
             hidden = self.embedding(input_ids, position_ids)
-        batch = self._batch_inputs(input_ids, position_ids, document_ids, inference_context, hidden.dtype)
+        batch = self._batch_inputs(input_ids, position_ids, document_ids, inference_context, aux_loss, hidden.dtype)
         hidden = self.decoder(hidden, batch)
         if not self.post_process:
             return hidden
@@ -187,6 +191,7 @@ class GPTModel(torch.nn.Module):
         position_ids: torch.Tensor | None,
         document_ids: torch.Tensor | None,
         inference_context: InferenceContext | None,
+        aux_loss: AuxLossWeight | None,
         dtype: torch.dtype,
     ) -> BatchInputs:
         (batch_size, length), device = input_ids.shape, input_ids.device
@@ -194,7 +199,7 @@ class GPTModel(torch.nn.Module):
         if inference_context is None:
             attention = self.decoder.backend.prepare(batch_size, length, document_ids, device)
         rotary = None if self.rotary is None else self.rotary.cos_sin(position_ids, length, device, dtype)
-        return BatchInputs(rotary, attention, position_ids, inference_context)
+        return BatchInputs(rotary, attention, position_ids, inference_context, aux_loss)
 
 
 def padded_vocab_size(vocab_size: int, config: TransformerConfig) -> int:
@@ -225,5 +230,16 @@ def _check_layout(config: TransformerConfig, groups: ProcessGroupCollection) -> 
                 f"{name}={getattr(config, name)}, but the {axis} group has {groups.size(axis)} rank(s); pass the same size to "
                 "initialize_model_parallel"
             )
+    problems += _expert_layout_problems(config, groups) if config.num_experts is not None else []
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def _expert_layout_problems(config: TransformerConfig, groups: ProcessGroupCollection) -> list[str]:
+    tensor = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+    wanted = {"expert_model_parallel_size": ("ep", config.expert_model_parallel_size), "expert_tensor_parallel_size": ("expt_tp", tensor)}
+    return [
+        f"{name}={size}, but the {axis} group has {groups.size(axis)} rank(s); pass the same size to initialize_model_parallel"
+        for name, (axis, size) in wanted.items()
+        if size != groups.size(axis)
+    ]

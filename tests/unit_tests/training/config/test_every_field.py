@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.core.config_field import field_info
+from megatron.core.transformer.moe.moe_config import MoEConfig
 from megatron.training.config import Resolved, load_run_config
 from megatron.training.config.dump import format_value
 from megatron.training.config.options import MEGATRON_SECTIONS, OPTIONS, OWNERS, SECTIONS, Option
@@ -19,6 +20,10 @@ VALUES: dict[str, Any] = {
     "model.kv_channels": 16,
     "model.num_query_groups": 2,
     "model.recompute_method": "uniform",
+    "model.moe_layer_freq": "2",
+    "model.moe_router_topk": 3,
+    "model.moe_router_num_groups": 4,
+    "model.moe_router_group_topk": 2,
     "training.rampup_batch_size": (2, 2, 12),
     "model.recompute_modules": ("mlp", "layernorm"),
     "model.attention_softmax_in_fp32": True,
@@ -29,6 +34,11 @@ VALUES: dict[str, Any] = {
     "optimizer.muon_coefficient_type": "simple",
 }
 COMPANIONS: dict[str, dict[str, Any]] = {
+    **{f"model.{field.name}": {"num_experts": 8} for field in dataclasses.fields(MoEConfig) if field.name != "num_experts"},
+    "model.moe_router_enable_expert_bias": {"num_experts": 8, "moe_router_score_function": "sigmoid"},
+    "model.moe_router_num_groups": {"num_experts": 8, "moe_router_group_topk": 2},
+    "model.moe_router_group_topk": {"num_experts": 8, "moe_router_num_groups": 4},
+    "model.moe_pad_expert_input_to_capacity": {"num_experts": 8, "moe_expert_capacity_factor": 1.0},
     "model.group_query_attention": {"num_query_groups": 2},
     "model.recompute_method": {"recompute_granularity": "full", "recompute_num_layers": 1},
     "model.cpu_offloading": {"cpu_offloading_num_layers": 1},

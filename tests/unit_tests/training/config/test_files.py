@@ -47,7 +47,7 @@ from .base_config import FLAGS, load_text, write
         ("lr: *nowhere", 1, ["alias *nowhere"]),
         ("data_path: &a [*a]", 1, ["alias *a"]),
         ("lr: \t\x07", 1, ["not valid YAML"]),
-        ("num_experts: 8", 1, ["num_experts: known Megatron option", "not supported in this version", "mixture of experts"]),
+        ("moe_extended_tp: true", 1, ["moe_extended_tp: known Megatron option", "not supported in this version", "expert_tensor_parallel_size"]),
         ("language_model:\n  fp8: hybrid", 2, ["language_model.fp8: known Megatron option"]),
         ("transformer_impl: transformer_engine", 1, ["known Megatron option", "attention_backend"]),
         ("swiglu: 3", 1, ["swiglu: expected true or false"]),

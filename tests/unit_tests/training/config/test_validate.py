@@ -44,7 +44,7 @@ def test_a_good_configuration_has_no_problem(world_size: int | None) -> None:
         ("--virtual-pipeline-model-parallel-size=2", "virtual_pipeline_model_parallel_size pipeline_model_parallel_size"),
         ("--context-parallel-size=4 --set data.seq_length=18", "seq_length=18 context_parallel_size=4 8"),
         ("--sequence-parallel --tensor-model-parallel-size=2 --set data.seq_length=15", "seq_length=15 sequence_parallel"),
-        ("--expert-model-parallel-size=2", "expert_model_parallel_size=2 not_supported"),
+        ("--expert-model-parallel-size=2", "expert_model_parallel_size=2 num_experts"),
         ("--train-samples=100", "train_iters train_samples exclude"),
         ("--rampup-batch-size 2 2 12", "rampup_batch_size train_samples global_batch_size"),
         ("--data-path a", "data_path mock_data exclude"),

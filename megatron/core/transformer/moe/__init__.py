@@ -1,0 +1,1 @@
+"""Mixture of experts: router, dispatch of tokens to experts, experts, balance."""
