@@ -286,3 +286,23 @@ def test_slow_link_benchmark_says_what_it_lacks(tmp_path: pathlib.Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "run this script as root" in done.stderr or "apt-get install iproute2" in done.stderr
+
+
+def test_pipeline_benchmark_compares_each_schedule_with_1f1b_and_each_bubble_with_its_own_figure() -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    output = run(*launcher, BENCH / "bench_pipeline.py", "--tiny", "--microbatches", 4, "--pairs", 2)
+    assert_complete(output, 2)
+    for name in ("interleaved", "zb_h1", "zb_v"):
+        assert re.search(rf"{name} / 1f1b speed ratio", output)
+    rows = re.findall(r"^\| (1f1b|interleaved|zb_h1|zb_v) +\|.*\| ([\d.]+)% +\| ([\d.]+)% ", output, re.MULTILINE)
+    assert len(rows) == 4 and all(0 < float(measured) < 100 and 0 < float(own) < 100 for _, measured, own in rows)
+    assert float(rows[0][2]) == pytest.approx(20.0, abs=8.0)  # 1F1B's (P - 1) / (M + P - 1), if F and B of the stages cost alike
+
+
+def test_tensor_parallel_benchmark_counts_what_is_sent_and_what_is_exposed() -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    output = run(*launcher, BENCH / "bench_tensor_parallel.py", "--tiny", "--pairs", 2)
+    assert_complete(output, 2)
+    rows = {name.strip(): row for name, row in re.findall(r"^\| ([a-z ]+?) +\| (.*) \|$", output, re.MULTILINE)}
+    counts = {name: int(row.split("|")[2]) for name, row in rows.items() if name in ("tensor", "tensor and sequence", "data")}
+    assert counts["data"] == 0 < counts["tensor"] < counts["tensor and sequence"]
